@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -32,9 +33,7 @@ from .checks.synthetic import LossFunction
 from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
-from .errors import SelfCheckError
 from .gradient_sums import GradientSums
-from .leftovers import refuse_marked
 from .loss_graph import BatchLoss
 from .measured_budget import MeasuredBudget, memory_budget_of
 from .modes import Mode, choose_mode
@@ -106,7 +105,7 @@ class PerExampleClipper:
         self.clipping = checked_clipping(max_grad_norm)
         self._self_check, self.asked_mode = self_check, mode
         self.checked = False
-        self._changed: list[str] = []  # since the model was checked
+        self._modules: list[tuple[nn.Module, type]] = []  # that were checked, with their classes
         self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
         self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
         self._drawn_for_all_rows = list[str]()  # in the model: the modules that do, or generators
@@ -299,12 +298,8 @@ class PerExampleClipper:
         """Check on synthetic input shaped like ``args`` and ``kwargs`` that clipping is exact; see
         :func:`.checks.self_check.self_check`."""
         self.checked = False
-        try:
+        with self._engine.state.during_check():
             report = self_check(self._engine, args, kwargs, loss_function)
-        except SelfCheckError:
-            self._tell_what_changed(logging.WARNING)
-            raise
-        self._tell_what_changed(logging.INFO)
         self.checked = True
         return report
 
@@ -320,7 +315,8 @@ class PerExampleClipper:
         """Check that padding leaves gradients alone; see :func:`.checks.padding.check_padding`."""
         if not self.checked:
             self.check(args, kwargs, loss_function)
-        return check_padding(self._engine, args, kwargs, own_bt, loss_function, row, padded_dims)
+        with self._engine.state.during_check():
+            return check_padding(self._engine, args, kwargs, own_bt, loss_function, row, padded_dims)
 
     @property
     def position_dims(self) -> list[int | None]:
@@ -335,22 +331,14 @@ class PerExampleClipper:
         expect_no_gradient_at_padding(self._engine, output, row, own_t, dims)
 
     def recheck_if_changed(self) -> None:
-        """Let all checks run again if the model may compute otherwise than the one that was checked."""
-        changed = self._engine.state.changed_settings()
-        if changed and self.self_check:
-            self._changed = changed if self.checked else []
-            self._check_anew()
-
-    def _tell_what_changed(self, level: int) -> None:
-        """Log what let the check that has ended run again, once."""
-        if self._changed:
-            logger.log(
-                level,
-                "%s%s of the model changed since it was checked, so it was checked again.",
-                self._changed[0],
-                f" (and {len(self._changed) - 1} more: {', '.join(self._changed[1:4])})" if self._changed[1:] else "",
-            )
-        self._changed = []
+        """Let all checks run again if the model has other modules, or modules of other classes, than before."""
+        if self._engine.state.is_watching:
+            return
+        modules, before = [(module, type(module)) for module in self.model.modules()], self._modules
+        if modules != before:
+            self._modules = modules
+            if before:
+                self._check_anew()
 
     def begin_draw(self, numbers: int | None) -> None:
         """The model may have been written to since the last draw, and from now on not before the next one.
@@ -360,25 +348,33 @@ class PerExampleClipper:
                 None where it draws as it comes.
         """
         self._engine.begin_draw(numbers)
-        self._engine.state.give_draw()
 
-    def hold_weights(self, *, is_last: bool) -> None:
-        """A physical batch of a draw was summed: expect that its weights are those of the others."""
-        self._engine.hold_weights(is_last=is_last)
+    def begin_pass(self) -> None:
+        """A physical batch is about to be worked on: let the model and the losses that are watched be what they were
+        when its draw began."""
+        self._engine.state.before_forward()
 
     def end_draw(self) -> None:
-        """The draw is released or dropped: expect that no pass of it wrote to the model, which from now on is the
-        user's to change."""
+        """The draw is released or dropped: put back what its passes left in the model, which from now on is the user's
+        to change."""
         self._engine.end_draw()
 
-    def look_at_model(self) -> None:
-        """Put back now what the batches until now left in the model: before somebody else writes to it, or reads it.
+    def end_pass(self) -> None:
+        """Put back now what a pass that has not gone backward left in the model: before somebody reads it."""
+        self._engine.state.end_pass()
 
-        Raises:
-            ValueError: something could not be put back.
-        """
-        self._engine.look_at_model()
-        refuse_marked(self.model)
+    def again(self) -> contextlib.AbstractContextManager:
+        """Inside, losses may be computed again from what the pass under way began with; afterwards everything is as
+        it is now."""
+        return self._engine.state.again()
+
+    def watch(self, name: str, loss: Callable[..., Any]) -> None:
+        """Put back what passes leave in ``loss``, too: in a module or an object, or in that whose method it is."""
+        while isinstance(loss, partial):
+            loss = loss.func
+        owner = getattr(loss, "__self__", loss)
+        if not isinstance(owner, types.FunctionType):
+            self._engine.watch(name, owner)
 
     @property
     def conditions(self) -> Conditions:

@@ -11,13 +11,12 @@ import torch
 class _Expected(NamedTuple):
     holds: torch.Tensor
     otherwise: Callable[[], None]
-    put_back: Callable[[], None] | None
+    for_good: bool
 
 
 class Conditions:
     """What must hold before anything is released. One that does not hold refuses every release until the sums it is
-    about are dropped: a loop that catches its error may not go on. One about the model refuses them for good, and lets
-    the model be put back.
+    about are dropped: a loop that catches its error may not go on. One about the model refuses them for good.
 
     A comparison of tensors is begun where it is due, and read later, with all others.
     """
@@ -28,16 +27,13 @@ class Conditions:
         self._broken_for_good: Callable[[], None] | None = None
         self._is_told = False  # somebody was told of what is broken
 
-    def expect(
-        self, holds: torch.Tensor, otherwise: Callable[[], None], *, put_back: Callable[[], None] | None = None
-    ) -> None:
+    def expect(self, holds: torch.Tensor, otherwise: Callable[[], None], *, for_good: bool = False) -> None:
         """Call ``otherwise``, which raises, in :meth:`require` if the number ``holds`` is 0.
 
         Args:
-            put_back: Puts back what a batch left in the model. It is called once, before ``otherwise``. With it the
-                condition does not hold for good.
+            for_good: Call it whenever :meth:`require` is asked from then on.
         """
-        self._pending.append(_Expected(holds, otherwise, put_back))
+        self._pending.append(_Expected(holds, otherwise, for_good))
 
     def refuse_for_good(self, otherwise: Callable[[], None]) -> None:
         """Call ``otherwise``, which raises, whenever :meth:`require` is asked."""
@@ -61,18 +57,15 @@ class Conditions:
             untold()
 
     def look(self) -> None:
-        """Look at what was expected since the last time. What did not hold is told later, but put back now."""
+        """Look at what was expected since the last time. What did not hold is told later."""
         pending, self._pending = self._pending, []
         if not pending:
             return
         device = pending[0].holds.device
         held = torch.stack([each.holds.to(device, torch.bool) for each in pending]).tolist()
-        broken = [each for each, holds in zip(pending, held, strict=True) if not holds]
-        for each in reversed(broken):  # the first one knows what was there before any batch wrote
-            if each.put_back is not None:
-                each.put_back()
-        for each in broken:
-            self._note(each.otherwise, for_good=each.put_back is not None)
+        for each, holds in zip(pending, held, strict=True):
+            if not holds:
+                self._note(each.otherwise, for_good=each.for_good)
 
     def _note(self, otherwise: Callable[[], None], *, for_good: bool) -> None:
         self._broken = self._broken or otherwise

@@ -33,7 +33,6 @@ from .model_state import ModelState
 from .modes import MODES, Mode
 from .owners import Owner, assign_owners, refuse_escape
 from .parallel.dispatch import class_forward
-from .parallel.dtensor import to_local
 from .precision import without_autocast
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall
 from .tap import tapped
@@ -75,6 +74,7 @@ class ClippingEngine:
 
     Attributes:
         trainable, owners, state: What :meth:`attach` found out.
+        losses: What computes losses and may keep something of them, by name.
         conditions: What must hold before anything is released, and only the device can tell.
         position_dims: Which dimension of each of the model's outputs is that of the positions that the last check of
             padding was about (None: none is); empty where it was given losses.
@@ -105,6 +105,7 @@ class ClippingEngine:
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
         self.memory = memory
         self.owners: list[Owner] = []
+        self.losses: dict[str, Any] = {}
         self._clipping, self.conditions = clipping, Conditions()
         self._divided: tuple[ClippingFunction | None, Sequence[ParameterGroup]] = (None, ())
         self.forward: ForwardPass | None = None
@@ -149,13 +150,14 @@ class ClippingEngine:
             self.groups = (
                 [ParameterGroup(trainable.parameters)] if self._clipping is None else self.groups_of(self._clipping)
             )
-        shards = bool(self.trainable.shards)
-        is_alone = not (shards or self.trainable.parallel)
-        self.state = ModelState(
-            self.model, self.conditions, watch_parameters=not shards, is_alone=is_alone, local=to_local
-        )
+        parts = {"": self.model} | self.losses
+        self.state = ModelState(parts, self.conditions, watch_parameters=not self.trainable.shards)
         self.install_hooks()
         return not is_known
+
+    def watch(self, name: str, loss: Any) -> None:
+        """Put back what passes leave in ``loss``, too, a module or an object that computes losses."""
+        self.losses[name] = self.state.parts[name] = loss
 
     def begin_anew(self) -> None:
         """Let every module own the parameters it holds, as at first, and forget what a try has left."""
@@ -198,7 +200,7 @@ class ClippingEngine:
         try:
             if self.is_attached and self.loop is not None:
                 self._hooks.reset()
-                self.look_at_model()
+                self.end_draw()
         finally:
             self._hooks.remove()
             self.forget()
@@ -224,7 +226,7 @@ class ClippingEngine:
         on_trial, self._on_trial = self._on_trial, True
         numbers, self._hooks.numbers_of_draw = self._hooks.numbers_of_draw, None
         try:
-            with torch.enable_grad(), self.state.during_check(), without_caches(configurations(self.model)):
+            with torch.enable_grad(), without_caches(configurations(self.model)), self.state.during_check():
                 yield
         finally:
             self._on_trial, self._hooks.numbers_of_draw = on_trial, numbers
@@ -275,28 +277,10 @@ class ClippingEngine:
         self.conditions.begin()
         self.state.begin_draw()
 
-    def hold_weights(self, *, is_last: bool) -> None:
-        """A physical batch of a draw was summed: expect that its weights are those of the others."""
-        self.trainable.shards.reshard()
-        self.state.hold_weights(is_last=is_last)
-
     def end_draw(self) -> None:
-        """The draw is released or dropped: expect that no pass of it wrote to the model. What is written from now on
-        is the user's own doing."""
-        self.expect_same_model()
+        """The draw is released or dropped: put back what its passes left in the model. What is written from now on is
+        the user's own doing."""
         self.state.end_draw()
-
-    def expect_same_model(self) -> None:
-        """Expect that no forward or backward pass of this draw wrote to a frozen weight, nor one after its last sum to
-        anything else."""
-        self.state.expect_same_weights()
-        if self.state.is_watching:
-            self.state.expect_unchanged()
-
-    def look_at_model(self) -> None:
-        """Put back now what the passes until now left in the model. The conditions tell of it."""
-        self.expect_same_model()
-        self.conditions.look()
 
     def forget(self) -> None:
         """Let go of the forward pass: it is used up, or its losses are thrown away."""
@@ -320,10 +304,9 @@ class ClippingEngine:
         self.trainable.shards.reshard()
         loop = self._loop_in_charge
         if not self._on_trial:
-            self.state.expect_as_given()
             self._before_forward(args, kwargs)
         batch = None if loop is None else loop.current_batch()
-        if self._releases:
+        if self._releases and not self.state.is_watching:
             self.begin_draw()
         if loop is None or batch is not None:
             self.state.before_forward()
@@ -514,8 +497,8 @@ class ClippingEngine:
             self._fills_gradients, self._hooks.in_backward, forward.backward = fills_gradients, False, None
 
     def _end_sum(self, sums: GradientSums) -> None:
-        """Expect that the model is as before; where no loop does so later, require all that was expected."""
-        self.state.expect_unchanged()
+        """Let the model be as before; where no loop does so later, require all that was expected."""
+        self.state.end_pass()
         if self._releases:
             self.end_draw()
             try:

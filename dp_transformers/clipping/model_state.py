@@ -1,472 +1,437 @@
-"""The state that a forward pass may leave behind in a model, outside of what is trained.
+"""What passes over private batches leave in a model or in a loss is put back.
 
-A buffer, a frozen weight or an attribute that one batch changes carries its examples to the next one, past clipping
-and noise: dynamic rotary embeddings keep the longest length seen, a model may switch its attention for good.
-:class:`ModelState` compares the model before and after every batch. What held numbers, tensors or nothing is put back,
-so that no later batch sees it, and so is a table of positions that grew, which a memory of examples would do, too.
-Where other buffers, weights, words or switches changed, this training is refused for good, and they are put back for
-another (:mod:`.leftovers`).
+A counter, running statistics, a memory of features or a table that grows would carry the examples of one batch to the
+next one, past clipping and noise. :class:`ModelState` keeps shallow copies of what the modules hold when a draw begins
+(attributes, containers and configurations one level deep, hooks, the contents of small tensors) and puts them back
+after every pass. What a user changes between two draws stays. Two changes cannot be undone, and are refused for the
+rest of the training: one of a trained parameter, and one in the place of a large frozen tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import logging
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any
+from functools import partial
+from itertools import chain, takewhile
+from operator import is_
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from ..mechanism.values import equal_or_nan
 from .conditions import Conditions
 from .errors import HOW_TO_UNCOMPILE, is_compiled, named
-from .leftovers import SMALL, Written, content_of, put_back, refuse_marked
-from .places import HOOK_FLAGS, HOOKS, entries_of, ids_and_lengths_of, ids_of, places_in, values_of
-from .settings import Settings, differing, rewritten
-from .settle import settle_dict, settle_hooks, settle_list
 
-_DRAWS_BETWEEN = 16  # looks at a model whose numbers change, after the first
-_SAMPLED = 16  # numbers of each trained weight that are compared with every physical batch of a draw
-_WORDS_AT_ONCE = 8  # changes of words inside attributes that count at once; later ones as those of numbers do
+logger = logging.getLogger(__name__)
+
+SMALL = 2**16  # numbers of a tensor up to which its content is kept; of larger ones a sum of its bits
+_CONTAINERS = (list, dict, set, deque)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers", "_modules", "_parameters", *_HOOKS, *_HOOK_FLAGS}
+_NOTHING = object()
+_NO_STATE = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType, functools.partial)
+
+
+class _Holder(NamedTuple):
+    """A dict of attributes or a container among them, with a shallow copy of it."""
+
+    path: str
+    name: str  # of the attribute that holds it; "" of the attributes of a module or an object
+    held: Any
+    before: Any
+
+
+class Snapshot:
+    """What modules and objects hold at one time, besides what is trained.
+
+    Args:
+        roots: Modules, with all that they contain, and other objects, by the names that messages call them.
+        parameters: Whether frozen parameters are a part of it.
+        sums: Sums of the bits of large tensors by their ids, with the version they are of. They are brought up to
+            date here.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], parameters: bool, sums: dict[int, tuple]):
+        self._modules: list[nn.Module] = []
+        self._holders = list({id(each.held): each for each in self._found(roots, parameters)}.values())
+        # flags change with the hooks that they are of
+        compared = [each for each in self._holders if each.name not in _HOOK_FLAGS]
+        self._dicts = [each.held for each in compared if isinstance(each.held, dict)]
+        self._others = [each.held for each in compared if not isinstance(each.held, dict)]
+        self._classes, self._entries, self._sizes = (
+            list(map(type, self._modules)),
+            self._entries_now(),
+            self._sizes_now(),
+        )
+        tensors: dict[int, tuple[str, torch.Tensor]] = {}
+        self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
+        for path, name, _, before in self._holders:
+            for key, x in before.items() if isinstance(before, dict) else enumerate(before):
+                if isinstance(x, torch.Tensor) and _is_kept(x):
+                    tensors.setdefault(id(x), (_joined(path, name, key), x))
+                elif isinstance(x, np.ndarray) and x.size <= SMALL and x.flags.writeable and not x.dtype.hasobject:
+                    self._arrays.append((x, x.copy()))
+        self._names = [name for name, _ in tensors.values()]
+        self._tensors = [t for _, t in tensors.values()]
+        self._data = [t.data for t in self._tensors]  # through which a tensor is written without a new version
+        self._small = [i for i, t in enumerate(self._tensors) if _is_small(t)]
+        self._aliases = [self._data[i] for i in self._small]
+        self._contents = [x.clone() for x in self._aliases]
+        self._versions = list(map(_version_of, self._tensors))
+        self._sums = self._sums_of_large(sums)
+
+    def _found(self, roots: Mapping[str, Any], parameters: bool) -> Iterator[_Holder]:
+        for root, thing in roots.items():
+            parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
+            for path, part in parts:
+                if isinstance(part, nn.Module):
+                    self._modules.append(part)
+                path = _joined(root, path)
+                yield _Holder(path, "", vars(part), dict(vars(part)))
+                for name, x in vars(part).items():
+                    if name in _OF_TORCH or (name == "_parameters" and not parameters):
+                        continue
+                    yield from _inside(path, name, x)
+                for name, p in vars(part).get("_parameters", {}).items() if parameters else ():
+                    if p is not None and not p.requires_grad and vars(p):  # a quantised weight keeps its scales there
+                        yield _Holder(_joined(path, name), "", vars(p), dict(vars(p)))
+                        for key, x in vars(p).items():
+                            yield from _inside(_joined(path, name), key, x)
+
+    def _sums_of_large(self, known: dict[int, tuple]) -> dict[int, tuple]:
+        small, sums = set(self._small), {}
+        for i, (t, version) in enumerate(zip(self._tensors, self._versions, strict=True)):
+            if i not in small:
+                found = known.get(id(t))
+                is_known = found is not None and found[0] is t and found[1] == version
+                sums[id(t)] = found if is_known else (t, version, _sum_of_bits(t))
+        known.clear()
+        known.update(sums)
+        return known
+
+    def _entries_now(self) -> list[Any]:
+        values = chain.from_iterable(map(dict.values, self._dicts))
+        return [*chain.from_iterable(self._dicts), *values, *chain.from_iterable(self._others)]
+
+    def _sizes_now(self) -> list[int]:
+        return list(map(len, chain(self._dicts, self._others)))
+
+    def is_same(self) -> bool:
+        """Whether the modules hold the same objects, without a look at what tensors hold."""
+        return (
+            self._sizes_now() == self._sizes
+            and all(map(is_, self._entries_now(), self._entries))
+            and list(map(type, self._modules)) == self._classes
+            and all(map(_have_same_memory, self._tensors, self._data))
+        )
+
+    def refresh(self) -> None:
+        """Keep what tensors hold now."""
+        if self._aliases:
+            torch._foreach_copy_(self._contents, self._aliases)
+        self._arrays = [(x, x.copy()) for x, _ in self._arrays]
+        self._versions = list(map(_version_of, self._tensors))
+        self._sums = self._sums_of_large(self._sums)
+
+    def restore_buffers(self) -> None:
+        """Put back the buffers that were replaced, and what small tensors and arrays hold."""
+        for _, name, held, before in self._holders:
+            if name == "_buffers":
+                held.update(before)
+        self.restore_contents()
+
+    def restore_contents(self) -> None:
+        if self._aliases:
+            torch._foreach_copy_(self._aliases, self._contents)
+        for x, content in self._arrays:
+            x[...] = content
+
+    def restore(self, *, modes: bool = True) -> tuple[list[str], dict[str, torch.Tensor]]:
+        """Put back everything but what large tensors hold.
+
+        Args:
+            modes: Put back the training mode of modules, too.
+
+        Returns:
+            The names of what was put back, as far as it held something before; and of every large tensor that was
+            written to in its place, whether it holds what it held.
+        """
+        changed = [] if self.is_same() else self._restore_entries(modes)
+        for t, data in zip(self._tensors, self._data, strict=True):
+            if not _have_same_memory(t, data):
+                t.data = data
+        self.restore_contents()
+        versions, small, written = list(map(_version_of, self._tensors)), set(self._small), {}
+        if versions != self._versions:
+            for i, (now, before) in enumerate(zip(versions, self._versions, strict=True)):
+                if now != before and i in small:
+                    changed.append(self._names[i])
+                elif now != before:
+                    t, _, content = self._sums[id(self._tensors[i])]
+                    written[self._names[i]] = _sum_of_bits(t) == content
+                    self._sums[id(t)] = (t, now, content)
+            self._versions = versions
+        return changed, written
+
+    def _restore_entries(self, modes: bool) -> list[str]:
+        changed: list[str] = []
+        hooks: set[int] = set()
+        for module, cls in zip(self._modules, self._classes, strict=True):
+            if type(module) is not cls:
+                module.__class__ = cls
+        for path, name, held, before in self._holders:
+            if name in _HOOKS:
+                _restore_hooks(held, before)
+                hooks |= held.keys()
+            elif name in _HOOK_FLAGS:  # these come after the hooks that they are of
+                flags = before | held
+                held.clear()
+                held.update((key, flag) for key, flag in flags.items() if key in hooks)
+            elif isinstance(held, dict):
+                changed += [_joined(path, name, key) for key in _restore_dict(held, before, modes)]
+            elif len(held) != len(before) or not all(map(is_, held, before)):
+                changed.append(_joined(path, name))
+                held.clear()
+                held.update(before) if isinstance(held, set) else held.extend(before)
+        return changed
 
 
 class ModelState:
-    """The buffers, frozen parameters and plain attributes of a model.
+    """Puts back what the passes over private batches leave in a model, and in losses.
 
     Args:
-        model: Its modules' attributes are watched, those of objects they hold (configurations) and the content of
-            lists, dicts and sets.
-        conditions: They are given what must be read from the device.
-        watch_parameters: False where frozen parameters change in the forward pass by themselves (FSDP2 gathers them).
-        is_alone: False where processes share parameters, and must check the model together. A user's change counts
-            there only if it is a class, mode, hook, method, word or switch of a module itself, as all of them make it.
-        local: Returns the part of a parameter that this process holds.
-
-    Raises:
-        ValueError: a batch of an earlier training left something in the model that could not be put back.
+        parts: The model, which is called "", and the modules and objects that compute losses, by name.
+        conditions: They are told what cannot be put back.
+        watch_parameters: False where parameters change in the forward pass by themselves (FSDP2 gathers them).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        conditions: Conditions,
-        *,
-        watch_parameters: bool = True,
-        is_alone: bool = True,
-        local: Callable[[torch.Tensor], torch.Tensor] = lambda t: t,
-    ):
-        self.model, self._conditions, self._watch_parameters = model, conditions, watch_parameters
-        self._is_alone, self._local = is_alone, local
-        self._noted = self._is_in_draw = False
-        self._held: Written = []  # the trained parameters and all shards, after the first sum of the draw
-        self._sample = torch.zeros(0)  # some of their numbers
-        # parameters, some of their numbers and small buffers, as a draw was given
-        self._given: tuple[Written, torch.Tensor, Written] | None = None
-        self.paused = False  # while a check runs the model, which compares for itself
-        self._settings: Settings | None = None  # when it was asked last whether the model runs otherwise
-        self._asked: list[int | None] = []  # the versions of tensors then
-        self._other_numbers: list[str] = []  # that changed and were not looked at
-        self._draws, self._looked_at = 0, -_DRAWS_BETWEEN  # in draw
-        self._changes_of_words = 0
-        self._weights: Written | None = None  # the large frozen parameters, as the draw found them
-        refuse_marked(model)
-        self._record()
+    def __init__(self, parts: dict[str, Any], conditions: Conditions, *, watch_parameters: bool = True):
+        self.parts, self._conditions, self._watch_parameters = parts, conditions, watch_parameters
+        self._sums: dict[int, tuple] = {}
+        self._start: Snapshot | None = None  # what every pass of the draw begins with
+        self._trained: list[tuple[str, nn.Parameter, int | None]] = []  # with the versions they had at its beginning
+        self._is_in_draw = self._is_under_way = self._is_checking = self._has_said = False
 
     @property
     def is_watching(self) -> bool:
-        """True while a batch is under way."""
-        return self._noted or self.paused
-
-    def before_forward(self) -> None:
-        """Note the state, if no batch is under way. What was changed between draws is the user's own doing. Between
-        the physical batches of one draw it would be another model for some examples, and which those are, and how many
-        such batches there are, is private: that counts as the batch's doing."""
-        if self._noted or self.paused:
-            return
-        if self._is_in_draw:
-            self.expect_unchanged()
-        self._is_in_draw = True
-        if self._is_same_by_identity():
-            self._note_contents()
-        else:
-            self._record()
-        self._trained_versions = [version_of(p) for p in self._trained]
-        self._noted = True
-        if self._weights is None:
-            self._weights = _contents(self._large_weights)
+        """Whether a batch, or a check, is under way."""
+        return self._is_under_way or self._is_checking
 
     def begin_draw(self) -> None:
-        """Note large frozen parameters anew at the next forward pass. What was written between draws is the user's own
-        doing, or else that of a batch of another training."""
-        refuse_marked(self.model)
-        self._weights = None
-        self.end_draw()
-        self._draws += 1
+        """The loop is given the examples of a draw. What it writes to tensors from now on may tell of them, and from
+        the first forward pass on, whatever it changes."""
+        self.end_pass()
+        self._is_in_draw = False
+        if self._start is not None and self._start.is_same():
+            self._start.refresh()
+        else:
+            self._start = self._snapshot()
+        self._trained = self._versions_of_trained()
 
-    def give_draw(self) -> None:
-        """The loop is given the examples of a draw: what it writes to the model until the first forward pass may tell
-        of them. Note small buffers, and some numbers of each parameter."""
-        parameters = self.model.named_parameters() if self._watch_parameters else ()
-        named = [(name, p, None) for name, p in parameters if _is_plain(self._local(p.detach()))]
-        buffers = _contents((name, t) for name, t in self.model.named_buffers() if _is_small(t))
-        self._given = named, self._sample_of(named), buffers
-
-    def expect_as_given(self) -> None:
-        """Expect that nobody wrote to the model since its draw was given."""
-        if self._given is None:
+    def before_forward(self) -> None:
+        """Let a pass begin with what the first one of its draw began with. Does nothing while a batch is under
+        way."""
+        if self.is_watching:
             return
-        (named, before, buffers), self._given = self._given, None
-        sample = self._sample_of(named)
-        self._conditions.expect(_is_same(sample, before), lambda: _refuse_written(named, sample != before))
-        self._expect_same(buffers)
-        now = dict(self.model.named_buffers())
-        if replaced := [(name, now.get(name), None) for name, t, _ in buffers if now.get(name) is not t]:
-            lost = put_back(self.model, replaced)
-            self._conditions.refuse_for_good(lambda: _refuse(lost, lost))
+        if self._start is None or not self._trained:
+            self.begin_draw()
+        start = cast(Snapshot, self._start)
+        if self._is_in_draw:
+            self._restore(start)
+        else:
+            start.restore_buffers()
+            if not start.is_same():  # modes and attributes that were set until now
+                self._start = self._snapshot()
+        self._is_in_draw = self._is_under_way = True
 
-    def hold_weights(self, *, is_last: bool) -> None:
-        """After the sum of a physical batch note what the trained parameters hold, and all shards, or expect after
-        the others of its draw that they hold it. What is written through ``.data``, or to shards, leaves no other
-        trace.
-
-        All numbers are compared after the last one, since it takes as long as to read them, and a few after each.
-        """
-        if self._held and is_last:
-            self._expect_same(self._now(self._held))
-        elif self._held:
-            sample, before, held = self._sample_of(self._held), self._sample, self._held
-            self._conditions.expect(_is_same(sample, before), lambda: _refuse_written(held, sample != before))
-        elif not is_last:
-            named = self.model.named_parameters()
-            held = [(name, p) for name, p in named if p.requires_grad or not self._watch_parameters]
-            self._held = [(n, p, content_of(local)) for n, p in held if _is_plain(local := self._local(p.detach()))]
-            self._sample = self._sample_of(self._held)
-
-    def _sample_of(self, held: Written) -> torch.Tensor:
-        """(n, _SAMPLED): the first numbers of each."""
-        parts = [local.detach().reshape(-1)[:_SAMPLED].float() for _, local, _ in self._now(held)]
-        padded = [nn.functional.pad(x, (0, _SAMPLED - len(x))).to(parts[0].device) for x in parts]
-        return torch.stack(padded) if padded else torch.zeros(0, _SAMPLED)
-
-    def expect_same_weights(self) -> None:
-        """Expect that large frozen parameters hold what they held at the first forward pass of the draw. It is asked
-        once a draw, since it reads them all."""
-        weights, self._weights = self._weights, None
-        self._expect_same(weights or [])
+    def end_pass(self) -> None:
+        """Put back what the batch that is under way has left."""
+        if self._is_under_way and not self._is_checking:
+            self._is_under_way = False
+            self._restore(cast(Snapshot, self._start), modes=False)
 
     def end_draw(self) -> None:
-        """What is changed from now on is the user's own doing."""
-        self._is_in_draw, self._held, self._given = False, [], None
+        """The draw is released or dropped: what is changed from now on is the user's own doing."""
+        self.end_pass()
+        self._require_trained()
+        self._is_in_draw, self._trained = False, []
 
-    def changed_settings(self) -> list[str]:
-        """Returns what lets the model compute otherwise than when this was asked last, by the user's doing.
+    def restore(self) -> None:
+        """Let the next pass of a check begin with what the pass under way began with."""
+        if self._start is not None:
+            self._start.restore(modes=False)
 
-        A class, mode, method, hook, word or switch of a module that is another one counts at once. So do the first
-        eight changes of words inside its attributes, and the first change of a number, a buffer or a frozen weight.
-        Those may change with every step (a task that takes turns, a temperature, a teacher that follows its pupil), so
-        that later ones count once in 16 draws.
-        """
-        if self.paused or self._noted:
-            return []
-        if self._settings is None or not self._is_same_by_identity():
-            now = Settings.of(self.model, in_depth=self._is_alone)
-            before, self._settings = self._settings or now, now
-            inside = differing(before.words_inside, now.words_inside) + rewritten(before.inferred, now.inferred)
-            self._changes_of_words += bool(inside)
-            at_once = differing(before.words, now.words)
-            if inside and self._changes_of_words <= _WORDS_AT_ONCE:
-                at_once += inside
-            if at_once:
-                self._other_numbers = []
-                return at_once
-            # a batch or a check that has written since noted the versions again
-            asked, self._asked = self._asked, [version_of(t) for t in self._tensors]
-            is_written = self._asked not in (asked, self._versions) and before is not now
-            others = differing(before.numbers, now.numbers) + ["a buffer or a frozen weight"] * is_written
-            self._other_numbers += inside + others * self._is_alone
-        if not self._other_numbers or self._draws - self._looked_at < _DRAWS_BETWEEN:
-            return []
-        others, self._other_numbers, self._looked_at = self._other_numbers, [], self._draws
-        return list(dict.fromkeys(others))
-
-    def require_unchanged(self) -> None:
-        """Put back what may be; raise ValueError that names what else the batch changed."""
-        self.expect_unchanged()
-        self._conditions.require()
-
-    def expect_unchanged(self) -> None:
-        """Put back what may be; leave it to the conditions to tell what else the batch changed."""
-        if self.paused:
-            return
-        self._noted = False
-        rewritten = [
-            p
-            for p, version in zip(self._trained, self._trained_versions, strict=True)
-            if version_of(p) != version and not self._is_held(p)
-        ]
-        if not rewritten and self._is_same_by_identity() and not self._rewritten_arrays():
-            self._expect_same(self._contents)
-            return
-        names = {id(p): name for name, p in self.model.named_parameters()}
-        written: Written = [(names.get(id(p), "a parameter"), p, None) for p in rewritten] + self._written_in_place()
-        changed = list(dict.fromkeys([name for name, *_ in written] + self._settle()))
-        lost = put_back(self.model, written)
-        self._record()
-        if changed:
-            self._conditions.refuse_for_good(lambda: _refuse(changed, lost))
-
-    def _is_held(self, parameter: nn.Parameter) -> bool:
-        """Whether a trained parameter, which was written to, is known to hold what it held after the draw's first sum:
-        an average that came and went, a constraint that it meets."""
-        held = [each for each in self._held if each[1] is parameter]
-        return bool(held) and bool(_all(_are_same(self._now(held))))
-
-    @torch.no_grad()
-    def _now(self, held: Written) -> Written:
-        """The same of the tensors that parameters are now, of which this process holds its part."""
-        return [(name, self._local(p), content) for name, p, content in held]
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, everything is what the pass under way began with; afterwards what it is now."""
+        now = self._snapshot()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside, the model runs without being trained: in another mode, or with adapters off. It may leave nothing
-        behind, and what is trained next is compared with what was trained before. Does nothing while a batch is under
-        way."""
+        """Inside, the model runs without being trained, in another mode, say. It may leave nothing behind. Does
+        nothing while a batch is under way, at whose end it is all put back."""
         if self.is_watching:
             yield
             return
-        before = dict(vars(self))
-        self.end_draw()
-        self.before_forward()
+        before, trained = self._snapshot(), self._trained
+        self._trained = trained or self._versions_of_trained()
         try:
             yield
-        finally:  # after an error, too, what is trained next finds what was trained before
-            self.expect_unchanged()
-            if before["_is_in_draw"]:
-                vars(self).update(before)
-            else:
-                self.end_draw()
-                self._given = before["_given"]
+        finally:
+            self._restore(before)
+            self._trained = trained
         self._conditions.require()
 
     @contextmanager
-    def during_check(self) -> Iterator[None]:
-        """A check runs the model on made-up input of the shapes of a private batch, so what it leaves behind tells of
-        those.
+    def during_check(self, *, anew: bool = False) -> Iterator[None]:
+        """A check runs the model. What it leaves there is put back at the end, and, where it asks for it
+        (:meth:`restore`), before each of its passes.
 
-        Checks put the content of buffers back themselves.
+        Args:
+            anew: Passes begin with what tensors hold now.
         """
-        self.before_forward()
-        paused, self.paused = self.paused, True
-        try:
-            yield
-        finally:  # also after an error, so that nobody takes what a check wrote and put back for a batch's doing
-            self.paused = paused
-            self._versions = [version_of(t) for t in self._tensors]
-            self._trained_versions = [version_of(p) for p in self._trained]
-        conditions, self._conditions = self._conditions, Conditions()  # what a check finds is told by its own error
-        try:
-            self.require_unchanged()
-        finally:
-            self._conditions = conditions
-
-    @contextmanager
-    def holding_other_numbers(self) -> Iterator[None]:
-        """Inside, tensors hold other numbers than those that were noted, and :meth:`holds_the_same` is about these."""
-        noted = self._contents, self._weights
-        self._contents, self._weights = _contents(self._plain), _contents(self._large_weights)
+        start, trained, is_checking, now = self._start, self._trained, self._is_checking, self._snapshot()
+        if anew or not self.is_watching:
+            self._start = now
+        self._is_checking, self._trained = True, trained or self._versions_of_trained()
         try:
             yield
         finally:
-            self._contents, self._weights = noted
+            now.restore()
+            self._require_trained()
+            self._start, self._is_checking, self._trained = start, is_checking, trained
+        self._conditions.require()
 
-    def holds_the_same(self, tensor: torch.Tensor) -> bool:
-        """Returns True if ``tensor`` is known to hold what it held. A weight that is written onto itself does, as by
-        adapters on the weights of experts (peft's ``target_parameters``)."""
-        noted = [each for each in [*self._contents, *(self._weights or [])] if each[1] is tensor]
-        return bool(noted) and bool(_all(_are_same(noted)))
+    def _snapshot(self) -> Snapshot:
+        for path, module in self.parts[""].named_modules():
+            if is_compiled(module):
+                raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
+        return Snapshot(self.parts, self._watch_parameters, self._sums)
 
-    # ---- comparing: a few microseconds a module ----
+    def _restore(self, snapshot: Snapshot, *, modes: bool = True) -> None:
+        changed, written = snapshot.restore(modes=modes)
+        for name, holds_the_same in written.items():
+            self._conditions.expect(holds_the_same, partial(_refuse, name), for_good=True)
+        self._require_trained()
+        if changed and not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "'%s' of the model (and maybe more) changes in forward or backward passes over private batches. It is "
+                "put back after each of them, so that no batch tells of another. To keep such a value, compute it on "
+                "public data between optimizer.step() and the next batch of the loader: what changes there stays.",
+                changed[0],
+            )
 
-    def _record(self) -> None:
-        _refuse_compiled(self.model)
-        self._places = list(places_in(self.model, self._watch_parameters))
-        self._holders = [place.holder for place in self._places]
-        self._before = [
-            dict(h) if isinstance(h, dict) else list(h) for h in self._holders
-        ]  # kept alive, so that no other object takes over an id
-        self._ids = ids_of(self._before)
-        self._modules = list(self.model.modules())
-        self._classes = list(map(type, self._modules))
-        self._hooks = [
-            (hooks, dict(hooks)) for m in self._modules for hooks in map(vars(m).get, HOOKS) if hooks is not None
-        ]
-        self._hook_holders = [hooks for hooks, _ in self._hooks]
-        self._hook_ids = ids_and_lengths_of(self._hook_holders)
-        self._hook_flags = [
-            (flags, dict(flags)) for m in self._modules for flags in map(vars(m).get, HOOK_FLAGS) if flags
-        ]
-        self._tensors = list({id(t): t for t in self._frozen()}.values())
-        self._versions = [version_of(t) for t in self._tensors]
-        named = [
-            (place.name_of(key), value)
-            for place, before in zip(self._places, self._before, strict=True)
-            if not place.holds_buffers
-            for key, value in entries_of(before)
-        ]
-        watched = {id(t): (name, t) for name, t in [*named, *self.model.named_buffers()] if _has_plain_content(t)}
-        large = {i for i, (_, t) in watched.items() if isinstance(t, nn.Parameter) and t.numel() > SMALL}
-        self._plain = [each for i, each in watched.items() if i not in large]
-        self._large_weights = [each for i, each in watched.items() if i in large]
-        self._named_arrays = [(name, a) for name, a in named if isinstance(a, np.ndarray) and not a.dtype.hasobject]
-        self._note_contents()
-        self._trained = [p for p in self.model.parameters() if p.requires_grad] if self._watch_parameters else []
-        self._trained_versions = [version_of(p) for p in self._trained]
+    def _versions_of_trained(self) -> list[tuple[str, nn.Parameter, int | None]]:
+        named_parameters = self.parts[""].named_parameters() if self._watch_parameters else ()
+        return [(name, p, _version_of(p)) for name, p in named_parameters if p.requires_grad]
 
-    def _note_contents(self) -> None:
-        self._contents = _contents(self._plain)
-        self._arrays = [(name, a, content_of(a)) for name, a in self._named_arrays]
-
-    def _frozen(self) -> Iterator[torch.Tensor]:
-        yield from self.model.buffers()
-        held = (v for v in chain.from_iterable(map(values_of, self._before)) if isinstance(v, torch.Tensor))
-        yield from (v for v in held if not (isinstance(v, nn.Parameter) and v.requires_grad))
-        if self._watch_parameters:
-            yield from (p for p in self.model.parameters() if not p.requires_grad)
-
-    def _is_same_by_identity(self) -> bool:
-        """Without a look at the content of tensors, which would wait for the device."""
-        return (
-            list(map(type, self._modules)) == self._classes
-            and ids_and_lengths_of(self._hook_holders) == self._hook_ids
-            and ids_of(self._holders) == self._ids
-            and [version_of(t) for t in self._tensors] == self._versions
-        )
-
-    def _rewritten_arrays(self) -> Written:
-        return [each for each in self._arrays if content_of(each[1]).tobytes() != each[2].tobytes()]
-
-    def _rewritten_buffers(self) -> Written:
-        """Tensors and arrays whose content is another one, although they are the same; ``.data``, NumPy and batch
-        normalisation write without a trace."""
-        same = _are_same(self._contents)
-        others = _others(self._contents, same) if same and not _all(same) else []
-        return self._rewritten_arrays() + others
-
-    def _expect_same(self, contents: Written) -> None:
-        changed: list[str] = []
-        lost: list[str] = []
-
-        def settle() -> None:
-            others = _others(contents, same)
-            changed.extend(name for name, *_ in others)
-            lost.extend(put_back(self.model, others))
-
-        if same := _are_same(contents):
-            self._conditions.expect(_all(same), lambda: _refuse(changed, lost), put_back=settle)
-
-    # ---- what changed ----
-
-    def _settle(self) -> list[str]:
-        """Put back what attributes and containers were, and return the names of those whose change is refused."""
-        changed: list[str] = []
-        for hooks, before in self._hooks:  # the attribute by which a model knows of hooks that it registered goes, too
-            settle_hooks(hooks, before)
-        for flags, before in self._hook_flags:
-            flags.update(before)
-        for place, before in zip(self._places, self._before, strict=True):
-            if ids_of([place.holder]) != ids_of([before]):
-                changed += settle_dict(place, before) if isinstance(before, dict) else settle_list(place, before)
-        return changed
-
-    def _written_in_place(self) -> Written:
-        changed = [t for t, version in zip(self._tensors, self._versions, strict=True) if version_of(t) != version]
-        written = {id(t) for t in changed if not self.holds_the_same(t)}
-        contents = {id(t): content for _, t, content in self._contents}
-        names = [
-            (name, t) for named in (self.model.named_buffers(), self.model.named_parameters()) for name, t in named
-        ]
-        for place, before in zip(self._places, self._before, strict=True):
-            names += [(place.name_of(key), value) for key, value in entries_of(before)]
-        return [(name, t, contents.get(id(t))) for name, t in names if id(t) in written] + self._rewritten_buffers()
+    def _require_trained(self) -> None:
+        for name, p, version in self._trained:
+            if _version_of(p) != version:
+                self._conditions.refuse_for_good(partial(_refuse, name))
 
 
-def _has_plain_content(t: Any) -> bool:
-    """Returns True for a tensor that nothing but a forward pass would write. The optimizer writes what is trained."""
-    return _is_plain(t) and not (isinstance(t, nn.Parameter) and t.requires_grad)
+def _inside(path: str, name: str, x: Any) -> Iterator[_Holder]:
+    """What an attribute holds, if that is a container, or an object like a configuration."""
+    if isinstance(x, dict):
+        yield _Holder(path, name, x, dict(x))
+    elif isinstance(x, _CONTAINERS):
+        yield _Holder(path, name, x, list(x))
+    elif (
+        type(x).__module__.partition(".")[0] not in _WITHOUT_STATE
+        and not isinstance(x, _NO_STATE)
+        and isinstance(attributes := getattr(x, "__dict__", None), dict)
+    ):
+        yield _Holder(_joined(path, name), "", attributes, dict(attributes))
+
+
+def _joined(*path: Any) -> str:
+    return ".".join(str(part) for part in path if part not in ("", "_buffers", "_modules", "_parameters"))
+
+
+def _is_kept(t: torch.Tensor) -> bool:
+    """Whether nothing but a pass writes to ``t``: the optimizer writes to what is trained."""
+    if isinstance(t, nn.Parameter):
+        return not t.requires_grad and t.layout == torch.strided and not t.is_meta and not hasattr(t, "placements")
+    return type(t) is torch.Tensor and t.layout == torch.strided and not t.is_meta
 
 
 def _is_small(t: torch.Tensor) -> bool:
-    return _is_plain(t) and t.numel() <= SMALL
+    """Whether the content of ``t`` is kept: it has few numbers, and each has a place of its own."""
+    has_places = all(stride or size <= 1 for size, stride in zip(t.shape, t.stride(), strict=True))
+    return t.numel() <= SMALL and has_places and not t.is_inference()
 
 
-def _is_plain(t: Any) -> bool:
-    return type(t) in (torch.Tensor, nn.Parameter) and t.layout == torch.strided and not t.is_meta
-
-
-def version_of(t: torch.Tensor) -> int | None:
-    """Autograd's count of the writes to ``t``; None where it keeps none, as for weights that were quantized under
-    ``torch.inference_mode``. Their content is compared."""
+def _version_of(t: torch.Tensor) -> int | None:
+    """Autograd's count of the writes to ``t``; None where it keeps none, since it was made in inference mode."""
     return None if t.is_inference() else t._version
 
 
-def _contents(named: Iterable[tuple[str, torch.Tensor]]) -> Written:
-    return [(name, t, content_of(t)) for name, t in named]
+def _have_same_memory(t: torch.Tensor, data: torch.Tensor) -> bool:
+    return t.data_ptr() == data.data_ptr() and t.shape == data.shape and t.dtype == data.dtype
 
 
-def _are_same(contents: Written) -> list[torch.Tensor]:
-    """Whether each holds what it held, as numbers on its device."""
-    return [_is_same(content_of(t), content) for _, t, content in contents]
+def _sum_of_bits(t: torch.Tensor) -> torch.Tensor:
+    in_bytes = t.detach().reshape(-1).view(torch.uint8)
+    whole = len(in_bytes) // 8 * 8 if t.storage_offset() * t.element_size() % 8 == 0 else 0
+    return in_bytes[:whole].view(torch.int64).sum() + in_bytes[whole:].sum()
 
 
-def _is_same(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    if now.shape != before.shape or now.dtype != before.dtype:
-        return torch.zeros((), dtype=torch.bool, device=before.device)
-    return equal_or_nan(now, before).all()
+def _is_ours(x: Any) -> bool:
+    function = x.func if isinstance(x, functools.partial) else x
+    return getattr(function, "__module__", "").startswith("dp_transformers.")
 
 
-def _all(same: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([x.to(same[0].device) for x in same]).all()
+def _restore_dict(held: dict, before: dict, modes: bool) -> Iterator[Any]:
+    """Put back every entry, and yield the keys of those that held something else than they do now."""
+    for key in [*before, *(key for key in held if key not in before)]:
+        old, new = before.get(key, _NOTHING), held.get(key, _NOTHING)
+        if old is new or _is_ours(type(old)) or _is_ours(type(new)) or (key == "training" and not modes):
+            continue
+        if old is _NOTHING:
+            del held[key]
+            continue
+        held[key] = old
+        is_equal = type(old) is type(new) and isinstance(old, _SCALARS) and old == new
+        if old is not None and key != "training" and not is_equal:
+            yield key
 
 
-def _others(contents: Written, same: list[torch.Tensor]) -> Written:
-    return [each for each, is_same in zip(contents, same, strict=True) if not is_same]
+def _restore_hooks(hooks: dict, before: dict) -> None:
+    """Put back the hooks that are not a clipper's. A clipper's stand in front of them or behind them, as they do
+    now."""
+    others = {key: hook for key, hook in before.items() if not _is_ours(hook)}
+    now = {key: hook for key, hook in hooks.items() if not _is_ours(hook)}
+    if list(others) == list(now) and all(map(is_, others.values(), now.values())):
+        return
+    in_front = dict(takewhile(lambda item: _is_ours(item[1]), hooks.items()))
+    behind = {key: hook for key, hook in hooks.items() if _is_ours(hook) and key not in in_front}
+    hooks.clear()
+    hooks.update(in_front | others | behind)
 
 
-def _refuse(changed: Sequence[str], lost: Sequence[str]) -> None:
-    """Raise ValueError that names what a batch changed, and what of it could not be put back."""
-    others = f" (and {len(changed) - 1} more: {', '.join(changed[1:4])})" if len(changed) > 1 else ""
-    way_out = (
-        f"What '{lost[0]}' held before is not known, so the model may hold private data now: make it anew, from its "
-        "original weights or from a checkpoint, and release neither this one nor a copy of it."
-        if lost
-        else "The model holds again what it held before, and may be trained anew; a copy that was made of it since "
-        "may hold private data."
-    )
-    causes = (
-        "Within a draw evaluate under torch.no_grad(). "
-        if all(name.rpartition(".")[2] == "training" for name in changed)
-        else "Set a rope_type other than 'dynamic' or attention_type='original_full', or switch off the running "
-        "statistics, counters or caches that forward writes. "
-    )
+def _refuse(name: str) -> None:
+    """Raise ValueError for a tensor of which nobody knows what it held."""
     raise ValueError(
-        f"'{changed[0]}'{others} of the model changed in a forward or backward pass, between a batch and its forward "
-        "pass, or between two physical batches of a draw, and not by the optimizer: it would carry private data to "
-        "later batches, or to the others of its own, without clipping and "
-        f"noise. {causes}If your own loop writes it, do that after "
-        "optimizer.step() has ended a draw ('if engine.has_stepped:'), or after "
-        f"engine.drop_draw(). This training releases nothing more. {way_out}"
+        f"'{name}' of the model was written to between a batch of the loader and the end of its draw, and not by "
+        "optimizer.step(): the write may tell of the batch, without clipping and noise, and what was there before is "
+        "not known. This training releases nothing more: make the model anew, from its original weights or from a "
+        "checkpoint. Write to weights after optimizer.step() has ended a draw ('if engine.has_stepped:') or after "
+        "engine.drop_draw(), and keep what forward writes in a buffer of at most 65536 numbers, which is put back."
     )
 
 
-def _refuse_written(held: Written, differs: torch.Tensor) -> None:
-    written = [name for (name, *_), numbers in zip(held, differs.tolist(), strict=True) if any(numbers)]
-    _refuse(written, written)
-
-
-def _refuse_compiled(model: nn.Module) -> None:
-    """Raise ValueError for a module that torch.compile took over, before the model was attached or since."""
-    for path, module in model.named_modules():
-        if is_compiled(module):
-            raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
+_SCALARS = (bool, int, float, complex, str, bytes)
+_WITHOUT_STATE = frozenset(["builtins", "torch", "dp_transformers", "numpy"])

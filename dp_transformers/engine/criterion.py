@@ -17,7 +17,6 @@ from ..clipping.checks.rare_looks import RareLooks
 from ..clipping.checks.synthetic import is_batch_second
 from ..clipping.errors import warn_once
 from ..losses.loss_checks import OFTEN, RATE, drawn_for_all_rows, refuse_losses_of_other_rows, refuse_losses_of_padding
-from ..losses.loss_state import WatchedLoss
 from ..step.step import Given
 
 logger = logging.getLogger(__name__)
@@ -58,17 +57,14 @@ class PrivateCriterion:
                 f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
                 "engine.backward(losses), without criterion."
             )
-        own: Any = copy.copy(criterion)
-        own.reduction = "none"
+        clipper.watch("criterion", criterion)
         vars(self).update(
-            criterion=own,
             reduction=reduction,
             _given=criterion,
             _clipper=clipper,
             _current_batch=current_batch,
             _paddings=set[tuple](),  # whose kinds were looked at
             _looks=RareLooks(RATE, OFTEN),
-            _watched=WatchedLoss(own, clipper.model, clipper.conditions, "criterion"),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -93,10 +89,7 @@ class PrivateCriterion:
         setattr(self._given, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        of_owner = getattr(self._given, "__dict__", {})
-        vars(self.criterion).update((name, x) for name, x in of_owner.items() if name != "reduction")
-        each = self._watched(*args, **kwargs)
-        losses_b = self._by_example(each, args, kwargs)
+        losses_b = self._by_example(self._each(args, kwargs), args, kwargs)
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
             return loss
@@ -108,6 +101,12 @@ class PrivateCriterion:
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
         )
 
+    def _each(self, args: tuple, kwargs: dict) -> torch.Tensor:
+        """The losses without a reduction, by a copy of the criterion that goes with what is assigned to it."""
+        criterion = copy.copy(self._given)
+        criterion.reduction = "none"
+        return criterion(*args, **kwargs)
+
     def _by_example(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """(B,) losses from those that the criterion gave."""
         counted = self._counted(each, args, kwargs)
@@ -117,16 +116,17 @@ class PrivateCriterion:
         if each.dim() > 1 and self.reduction == "mean":
             warn_once(
                 logger,
-                type(self.criterion),
+                type(self._given),
                 "%s gives losses of positions: those of an example are averaged by themselves, and then the examples. "
                 "torch's mean over all positions of a batch would let a long example weigh more than others.",
-                type(self.criterion).__name__,
+                type(self._given).__name__,
             )
             losses_b = losses_b / counted.flatten(1).sum(1).clamp(min=1)
         return losses_b
 
     def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._by_example(self._watched(*args, **kwargs), args, kwargs)
+        with self._clipper.again():
+            return self._by_example(self._each(args, kwargs), args, kwargs)
 
     def _look_at_other_rows(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
         """Raise ValueError if the loss of an example is another one beside other examples, and tell the clipper of
@@ -163,7 +163,7 @@ class PrivateCriterion:
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Which of the losses count in a mean: all but those of the criterion's ``ignore_index``."""
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        ignored = getattr(self.criterion, "ignore_index", None)
+        ignored = getattr(self._given, "ignore_index", None)
         if ignored is None or not isinstance(target, torch.Tensor) or target.shape != each.shape:
             return torch.ones_like(each, dtype=torch.bool)
         return target != ignored

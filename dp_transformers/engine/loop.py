@@ -177,7 +177,6 @@ class PrivateLoop:
                 "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a "
                 "new engine."
             )
-        self.clipper.look_at_model()  # the checkpoint writes to it
         mechanism = self.run.mechanism
         if mechanism.needs_every_draw and self.step.number >= 0:
             raise ValueError(

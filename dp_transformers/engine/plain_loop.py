@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from ..checks.validation import validate_model, validate_optimizer
 from ..clipping import PerExampleClipper
 from ..clipping.hooks import refuse_attached
-from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import to_local
 from ..data.draws import LogicalBatches
 from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
@@ -142,7 +141,6 @@ class PlainLoop:
             The private loop, and the criterion that takes the place of the one that was given.
         """
         module, mechanism = self.module, run.mechanism
-        distributed.require_on_all(lambda: refuse_marked(module), next(module.parameters()).device)
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(run.dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())

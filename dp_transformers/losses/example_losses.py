@@ -12,7 +12,6 @@ from torch import nn
 
 from ..clipping import PerExampleClipper
 from ..clipping.checks.rare_looks import RareLooks
-from ..clipping.conditions import Conditions
 from ..runtime.randomness import seeded_global_generators
 from .heads import (
     PerExampleLoss,
@@ -24,7 +23,6 @@ from .heads import (
     without_targets_of_padding,
 )
 from .loss_checks import OFTEN, RATE, RATE_OF_MODELS, drawn_for_all_rows, refuse_losses_of_other_rows
-from .loss_state import WatchedLoss
 
 
 def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
@@ -85,30 +83,13 @@ class ExampleLosses:
     """
 
     def __init__(self, loss: PerExampleLoss, label_names: Sequence[str], *, predicts_next: bool = False):
-        self._loss, self._label_names, self._predicts_next = loss, label_names, predicts_next
+        self.loss, self._label_names, self._predicts_next = loss, label_names, predicts_next
         self._runs_the_model = runs_the_model(loss)
         self._looks = RareLooks(RATE_OF_MODELS) if self._runs_the_model else RareLooks(RATE, OFTEN)
-        self._watched: Callable[..., torch.Tensor] = loss
-
-    def watch(self, model: nn.Module, conditions: Conditions) -> None:
-        """Let no batch of a training of ``model`` leave anything in the loss itself.
-
-        Raises:
-            ValueError: a batch of an earlier training left something in it.
-        """
-        self._watched = WatchedLoss(self._loss, model, conditions)
-
-    def end_watch(self) -> None:
-        """The training has ended."""
-        self._watched = self._loss
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """Return the (B,) losses, and the model's outputs; without outputs where the loss has called the model."""
-        return self._computed(self._watched, model, inputs)
-
-    def _computed(
-        self, loss: Callable[..., torch.Tensor], model: nn.Module, inputs: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, Any]:
+        loss: Callable[..., torch.Tensor] = self.loss
         if self._runs_the_model:
             losses, outputs = loss(model, dict(inputs)), {}
         else:
@@ -133,7 +114,7 @@ class ExampleLosses:
 
         handle = model.register_forward_hook(keep)
         try:
-            losses = self._computed(self._loss, model, inputs)[0]  # which may keep what it likes of evaluation data
+            losses = self(model, inputs)[0]
         finally:
             handle.remove()
         outputs = kept[0] if kept else {}
@@ -170,14 +151,19 @@ class ExampleLosses:
         if not self._looks.is_due():
             return
         seed, model = self._looks.number, clipper.model
+
+        def again(*args: Any) -> torch.Tensor:
+            with clipper.again():
+                return self.loss(*args)
+
         if not self._runs_the_model:
             given = outputs, self._labels_of(inputs)
-            refuse_losses_of_other_rows(self._watched, given, losses, seed)
-            clipper.note_shared_numbers(drawn_for_all_rows(self._watched, given, losses, seed))
+            refuse_losses_of_other_rows(again, given, losses, seed)
+            clipper.note_shared_numbers(drawn_for_all_rows(again, given, losses, seed))
             return
 
         def loss(rows: Mapping[str, Any]) -> torch.Tensor:
-            return self._watched(model, dict(rows))
+            return again(model, dict(rows))
 
         if len(losses) > 1:
             refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed, goes_back=False)

@@ -197,6 +197,8 @@ class PrivateStep:
             self.given = Given(batch, draw.number, is_last, is_whole, refusal)
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
+            if self._own_optimizer is None:  # DPTrainer's next call computes the losses
+                clipper.begin_pass()
             yield self.given
 
     def _require_same_processes(self) -> None:
@@ -371,7 +373,6 @@ class PrivateStep:
             self._private_loss.add(losses_b, weights_b)
         if self._share is not None:
             self._share.add(self.clipper.norms[: given.batch.examples], self.clipping.sensitivity)
-        self.clipper.hold_weights(is_last=given.last_of_draw)
 
     # ---- the release ----
 

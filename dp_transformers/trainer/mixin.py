@@ -20,7 +20,6 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
 from ..checks.validation import refuse_repeated_rows, validate_lengths, validate_model, validate_training_data
-from ..clipping.leftovers import refuse_marked
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..clipping.parallel.fsdp2 import reshard
 from ..data.stored_rows import have_rows_in_common
@@ -293,7 +292,7 @@ class DPTrainerMixin(Base):
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
         self._private.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
-        self._example_losses.watch(self.model, self._private.step.clipper.conditions)
+        self._private.step.clipper.watch("loss", self._example_losses.loss)
         return prepared
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -302,11 +301,8 @@ class DPTrainerMixin(Base):
         distributed.broadcast([p for p in model.parameters() if p.requires_grad and not is_dtensor(p)])
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        try:
-            with self._private.running(self.get_tp_size()):
-                return super()._inner_training_loop(*args, **kwargs)
-        finally:
-            self._example_losses.end_watch()
+        with self._private.running(self.get_tp_size()):
+            return super()._inner_training_loop(*args, **kwargs)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
@@ -481,12 +477,7 @@ class DPTrainerMixin(Base):
         self.accelerator.wait_for_everyone()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model, and say in its README, which peft writes, what was spent.
-
-        Raises:
-            ValueError: a batch left something in the model, and what was there before is not known.
-        """
-        refuse_marked(self.model)
+        """Save the model, and say in its README, which peft writes, what was spent."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call:
             self._say_privacy_in(output_dir)

@@ -18,7 +18,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..clipping import PerExampleClipper
-from ..clipping.leftovers import refuse_marked
 from ..data.draws import LogicalBatches, draws_dataloader
 from ..mechanism.sampling import DrawSampler, steps_of_epochs, steps_per_epoch
 from ..noise.generators import check_noise_source
@@ -313,13 +312,11 @@ class TrainerRun:
         """Attach the clipper to the model, make the private step, and say what is about to be trained.
 
         Raises:
-            ValueError: the parameters are not split over ranks as the arguments say, or a batch of an earlier training
-                left something in the model.
+            ValueError: the parameters are not split over ranks as the arguments say.
         """
         assert self._draws is not None and self._seeds is not None, "Trainer makes its loader before"
         args, run = self._args, self.run
         assert isinstance(args.accelerator_config, AcceleratorConfig), "TrainingArguments make it of what is given"
-        distributed.require_on_all(lambda: refuse_marked(model), args.device)
         clipper = PerExampleClipper(
             model,
             run.mechanism.clipping.at(0),

@@ -63,7 +63,6 @@ def require_same_beside_others(engine: ClippingEngine, looks: Sequence[Look], lo
         if moved:
             engine.trainable.drop_gradients()
             engine.forget()
-            engine.state.require_unchanged()  # what the batch wrote to the model is put back, or refused for that
             raise SelfCheckError(
                 f"{look.where} returns something else for a row of this batch when other rows stand beside it: what "
                 "is in one example decides what is computed for others (a condition over the whole batch, as "
@@ -121,6 +120,7 @@ class Look:
             args, kwargs = self._with_rows(torch.arange(self._size)[rows], spares_squares=False)
             with torch.no_grad(), self._as_it_was(seed), watched_draws() as drawn:
                 before = global_state(device)
+                self._engine.state.restore()
                 output = self._engine.model(*args, **kwargs)
                 found, drew_none = drawn(), same_global_state(before, global_state(device))
             if rows == slice(self._size) and drew_none and not found.by_torch:
@@ -137,6 +137,7 @@ class Look:
         """The outputs with the random numbers of training."""
         args, kwargs = self._with_rows(torch.arange(self._size), spares_squares=False)
         with self._as_it_was():
+            self._engine.state.restore()
             return self._sampled(self._engine.model(*args, **kwargs))
 
     def _moved_rows(self, own: list[torch.Tensor], others: list[torch.Tensor]) -> torch.Tensor:
@@ -221,8 +222,10 @@ class Look:
         with self._as_it_was(), ExitStack() as stack:
             if self._evaluates:
                 stack.enter_context(evaluating(engine.model))
+                engine.state.restore()
                 return self._sampled(engine.model(*args, **kwargs))
             draws_no_others = stack.enter_context(spread_numbers({self._size}, reordered=True))
+            engine.state.restore()
             found = self._sampled(engine.model(*args, **kwargs))
             if draws_no_others():
                 return found

@@ -36,6 +36,7 @@ class Case:
 
     def losses(self) -> torch.Tensor:
         """(B,)."""
+        self.engine.state.restore()
         return self.losses_of(*self.args, **self.kwargs)
 
     def on(self, inputs: tuple[tuple, dict], batch: int | None = None) -> Case:

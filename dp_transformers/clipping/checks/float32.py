@@ -63,7 +63,7 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
             engine.trainable.low_precision = next(
                 (p.dtype for p in engine.model.parameters() if p.dtype in HALF), torch.float32
             )
-            with engine.state.holding_other_numbers() if kept else contextlib.nullcontext():
+            with engine.state.during_check(anew=True) if kept else contextlib.nullcontext():
                 yield replaced
         finally:
             torch.autocast.__enter__ = enter

@@ -169,6 +169,7 @@ def _comparable(
     def are_known() -> bool:
         try:
             with engine.suspended(), spread_numbers(lengths) as draws_no_others:
+                engine.state.restore()
                 losses_of(*given[0], **given[1])
                 return draws_no_others()
         except Exception:
@@ -181,6 +182,7 @@ def _comparable(
     else:
         with evaluating(engine.model):
             with engine.suspended():
+                engine.state.restore()
                 losses_of(*given[0], **given[1])
             yield
 

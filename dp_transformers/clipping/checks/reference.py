@@ -145,6 +145,7 @@ def _forward(engine: ClippingEngine, losses: Callable[[], torch.Tensor]) -> tupl
     """(B,) losses with their graph, and the lowest precision seen."""
     for p in engine.trainable.parameters:
         p.grad = None
+    engine.state.restore()
     losses_b = losses()
     seen = (
         losses_b.dtype,
@@ -273,13 +274,14 @@ def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def perturbed(engine: ClippingEngine) -> Iterator[None]:
-    """Inside, the trainable parameters are shifted a little."""
+    """Inside, the trainable parameters are shifted a little, through ``.data``: their versions tell what the model
+    itself writes to them."""
     values = [p.detach().clone() for p in engine.trainable.parameters]
     numbers = 0.02 * torch.randn(_SHIFTS, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
             for p in map(to_local, engine.trainable.parameters):
-                _shift(p, numbers.to(p))
+                _shift(p.data, numbers.to(p))
                 numbers = numbers.roll(-p.numel())  # goes on where this one ended
         torch.clear_autocast_cache()  # it holds casts of the weights as they were
         yield
@@ -287,7 +289,7 @@ def perturbed(engine: ClippingEngine) -> Iterator[None]:
         engine.trainable.shards.reshard()
         with torch.no_grad():
             for p, value in zip(engine.trainable.parameters, values, strict=True):
-                p.copy_(value)
+                p.data.copy_(value)
         torch.clear_autocast_cache()
 
 
