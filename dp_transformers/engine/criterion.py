@@ -161,7 +161,7 @@ class PrivateCriterion:
                 self._paddings.add(padding.kind)
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Which of the losses count in a mean: all but those of the criterion's ``ignore_index``."""
+        """Return True for each loss that counts in a mean: all but those of the criterion's ``ignore_index``."""
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         ignored = getattr(self._given, "ignore_index", None)
         if ignored is None or not isinstance(target, torch.Tensor) or target.shape != each.shape:

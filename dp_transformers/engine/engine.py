@@ -140,7 +140,7 @@ class PrivacyEngine:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the last ``optimizer.step()`` ended a draw, and so changed the model. With
+        """True if the last ``optimizer.step()`` ended a draw, and so changed the model. With
         ``max_physical_batch_size`` it is False after a part of a draw: count steps, and step a learning rate schedule,
         where it is True."""
         return self._made_private().has_stepped
@@ -355,7 +355,7 @@ class PrivacyEngine:
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
 
     def _about(self, loop: PlainLoop) -> dict[str, Any]:
-        """What the ledger says of a training besides its mechanism."""
+        """Return what the ledger holds of a training besides its mechanism."""
         assert self._ledger is not None, "it is asked for by the ledger"
         data = describe_data(loop.data_loader.dataset, self._ledger.path.parent)
         return circumstances(accountant=self._accountant, data=data, model=loop.module)

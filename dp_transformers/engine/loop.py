@@ -71,7 +71,7 @@ class PrivateLoop:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether the last step of the optimizer ended a draw."""
+        """True if the last step of the optimizer ended a draw."""
         return self._stepped is not None and self._stepped.last_of_draw
 
     def _plan(self, first_step: int = 0) -> None:

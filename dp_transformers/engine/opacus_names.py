@@ -1,4 +1,4 @@
-"""What arguments of Opacus are called here, for loops that come from there."""
+"""Names of Opacus, and what takes their place here, for loops that come from there."""
 
 from __future__ import annotations
 

@@ -77,13 +77,13 @@ class PlainLoop:
 
     @property
     def size(self) -> dict[str, Any]:
-        """How many examples the loader has, and takes at once."""
+        """The number of examples of the loader, and its batch size."""
         sampling = self.sampling
         return {"len(data_loader.dataset)": sampling.num_examples, "batch_size": sampling.expected_batch_size}
 
     @property
     def described(self) -> tuple[str, float | None, float]:
-        """What a mechanism says, too: the clipping function, and the bound and the noise of losses."""
+        """The options that a mechanism has, too: the clipping function, the bound and the noise of losses."""
         return self.clipping, self.loss_bound, self.loss_noise_factor
 
     def mechanism(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrivacyState:
-    """What must not change when a run is resumed: its mechanism, and the ε and δ it is to stay within."""
+    """The mechanism of a run, and the ε and δ that it is to stay within. They must not change when it is resumed."""
 
     run_id: str
     mechanism: Mechanism
@@ -89,7 +89,7 @@ class PrivacyState:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> tuple[PrivacyState, int]:
-        """The state in a checkpoint, and the number of steps the ledger must at least hold.
+        """Return the state in a checkpoint, and the number of steps that the ledger must at least hold.
 
         Raises:
             PrivacyStateError: the checkpoint is not complete.
@@ -143,7 +143,7 @@ class PrivacyState:
                 )
 
     def settings(self) -> dict[str, Any]:
-        """The state without its run, by the names that arguments have."""
+        """Return the state without its run, by the names that arguments have."""
         flat = _flat(self.to_dict())
         return {path.removeprefix("mechanism."): value for path, value in flat if path != "run_id"}
 

@@ -85,7 +85,7 @@ class Ledger:
         return list(dict.fromkeys(writer for writer, _ in self._lines() if writer is not None))
 
     def steps(self, run_id: str) -> int:
-        """How many steps of this run were executed. 0 without a file."""
+        """Return the number of executed steps of this run, 0 without a file."""
         return sum(segment.total() for segment in self.segments(run_id))
 
     def segments(self, run_id: str) -> list[Counter[StepParameters | None]]:
@@ -112,7 +112,7 @@ class Ledger:
         ]
 
     def other_steps(self, run_id: str) -> int:
-        """How many steps of other runs the same file holds."""
+        """Return the number of steps of other runs in the same file."""
         return sum(
             writer not in (run_id, None) and (entry is None or "step" in entry) for writer, entry in self._lines()
         )

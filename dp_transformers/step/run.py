@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a training has spent so far: (epsilon, delta)-differential privacy for one row of the training data, which
-    is added or removed, or what else ``neighboring_relation`` says.
+    """The privacy that a training has spent so far: (epsilon, delta)-differential privacy for one row of the training
+    data, which is added or removed, or what else ``neighboring_relation`` says.
 
     Attributes:
         epsilon: Infinite where the run is not private.
@@ -89,12 +89,12 @@ class PrivacySpent:
 
     @property
     def unit(self) -> str:
-        """What the guarantee protects, and N."""
+        """The protected unit, and N."""
         return f"{UNIT} (N = {self.num_examples})"
 
     @property
     def max_examples_per_person(self) -> int:
-        """How many rows of the training data one person may have, as was said."""
+        """The number of rows of the training data that one person may have, as it was declared."""
         return self.mechanism.unit.max_examples_per_person
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,7 +273,7 @@ class PrivateRun:
         ledger.begin(self.state.to_dict(), {**about, **self.facts()})
 
     def facts(self) -> dict[str, Any]:
-        """What the ledger and checkpoints say of this run besides its state. It goes with the run when that is
+        """Return what the ledger and checkpoints hold of this run besides its state. It goes with the run when that is
         resumed."""
         bound = {} if self._moved is None else {"max_grad_norm": self._moved.max_grad_norm}
         return {
@@ -393,7 +393,7 @@ def _rows(facts: Mapping[str, Any]) -> int:
 
 
 def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
-    """The state with ``rows`` rows of one person at least."""
+    """Return the state with ``rows`` rows of one person at least."""
     if rows <= (now := state.mechanism.unit.max_examples_per_person):
         return state
     logger.warning(

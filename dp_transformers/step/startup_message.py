@@ -27,7 +27,7 @@ _WHY = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained, as far as the message says.
+    """The trained model, as far as the message describes it.
 
     Attributes:
         model: The class of the model.
@@ -45,7 +45,7 @@ class Trained:
 
     @classmethod
     def by(cls, clipper: PerExampleClipper) -> Trained:
-        """What the clipper is attached to."""
+        """Describe the model that the clipper is attached to."""
         return cls(
             type(clipper.model).__name__,
             sum(p.numel() for p in clipper.parameters),
@@ -120,7 +120,7 @@ def noise_norm(run: PrivateRun, parameters: int) -> float:
 
 
 def warnings(run: PrivateRun, steps: int, parameters: int) -> list[str]:
-    """What is wrong with the training although it is private."""
+    """Return warnings about a training that is private."""
     sampling, sigma = run.mechanism.sampling, run.mechanism.at(0).noise_multiplier
     costly = sampling.warning(sigma, steps, run.state.delta or 0.1 / sampling.num_examples)
     return [warning for warning in (hopeless(run, steps, parameters), costly) if warning]

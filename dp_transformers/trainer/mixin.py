@@ -1,5 +1,5 @@
-"""DPTrainerMixin makes any subclass of transformers' Trainer private. It replaces methods of Trainer, and computes
-nothing itself."""
+"""DPTrainerMixin makes any subclass of transformers' Trainer private; DPTrainer and DPSeq2SeqTrainer are two. It replaces
+methods of Trainer, and computes nothing itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
@@ -263,7 +263,7 @@ class DPTrainerMixin(Base):
         raise ValueError(HOW_TO_SEARCH)
 
     def _about(self) -> dict[str, Any]:
-        """What the ledger says of a training besides its mechanism."""
+        """Return what the ledger holds of a training besides its mechanism."""
         args, dataset = self.args, self.train_dataset
         assert dataset is not None and args.output_dir is not None, "there is no training without them"
         return circumstances(
@@ -275,7 +275,7 @@ class DPTrainerMixin(Base):
 
     @property
     def _chosen_by_evaluation(self) -> list[str]:
-        """What of the training follows the metrics of evaluation, in words."""
+        """Say in words what of the training follows the metrics of evaluation."""
         stops = any(isinstance(each, EarlyStoppingCallback) for each in self.callback_handler.callbacks)
         return [
             *_choices(self.args, self.lr_scheduler),
@@ -497,6 +497,48 @@ class DPTrainerMixin(Base):
         super()._push_from_checkpoint(checkpoint_folder)
 
 
+class DPTrainer(DPTrainerMixin, Trainer):
+    """[`~transformers.Trainer`] whose training is (ε, δ)-differentially private in the training examples.
+
+    Swap `Trainer` for `DPTrainer` and `TrainingArguments` for [`DPTrainingArguments`]; everything else stays: data
+    sets, collators, callbacks, PEFT models, evaluation, prediction, saving, resuming. One training step is one Poisson
+    draw from the training set, of `expected_batch_size` examples on average; `global_step` counts draws.
+    [`DPTrainerMixin`] describes the arguments, and makes any other subclass of Trainer private.
+
+    Example::
+
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from dp_transformers import DPTrainer, DPTrainingArguments
+        >>> config = BertConfig(
+        ...     vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        ... )
+        >>> rows = [{"input_ids": [i % 30, 1, 2], "labels": i % 2} for i in range(100)]
+        >>> args = DPTrainingArguments(
+        ...     "outputs", target_epsilon=8.0, target_delta=1e-3, expected_batch_size=20, max_steps=5, use_cpu=True,
+        ...     disable_tqdm=True,
+        ... )
+        >>> trainer = DPTrainer(BertForSequenceClassification(config), args, train_dataset=rows)
+        >>> result = trainer.train()
+        {'train_runtime': ...}
+        >>> spent = trainer.privacy_spent()
+        >>> spent.steps, spent.epsilon <= 8.0
+        (5, True)
+    """
+
+
+class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer):
+    """[`~transformers.Seq2SeqTrainer`] with the private training of [`DPTrainer`]: it evaluates by generating, if
+    `predict_with_generate` of its [`DPSeq2SeqTrainingArguments`] says so.
+
+    Example::
+
+        >>> from transformers import Seq2SeqTrainer
+        >>> from dp_transformers import DPSeq2SeqTrainer
+        >>> issubclass(DPSeq2SeqTrainer, Seq2SeqTrainer), DPSeq2SeqTrainer.trains_privately
+        (True, True)
+    """
+
+
 def _is_datasets(dataset: Any) -> bool:
     return type(dataset).__module__.startswith("datasets.") and hasattr(dataset, "column_names")
 
@@ -571,8 +613,8 @@ def _warn_about_evaluation(args: DPTrainingArguments, train_dataset: Any, eval_d
 
 
 def _evaluates_on(train_dataset: Any, eval_dataset: Any, metric: str | None = None) -> bool:
-    """Whether some of the evaluation data are rows of ``train_dataset``, as far as data sets tell where theirs are
-    stored; of several, those that ``metric`` is of, if it is given and of one of them."""
+    """Return True if some of the evaluation data are rows of ``train_dataset``, as far as it is known where rows are
+    stored; of several data sets, those that ``metric`` is of, if it is given and of one of them."""
     several = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     of_metric = [name for name in several if metric and metric.removeprefix("eval_").startswith(f"{name}_")]
     return any(have_rows_in_common(train_dataset, several[name]) for name in of_metric or several)
@@ -582,8 +624,8 @@ _FOLLOW_METRICS = {"ReduceLROnPlateau", "GreedyLR"}  # schedulers that Trainer s
 
 
 def _choices(args: DPTrainingArguments, scheduler: Any = None) -> list[str]:
-    """What of a training with these arguments, and with a scheduler that was handed over, follows the metrics of
-    evaluation, in words."""
+    """Say in words what of a training with these arguments, and with a scheduler that was handed over, follows the
+    metrics of evaluation."""
     schedule, saves = (str(getattr(x, "value", x)) for x in (args.lr_scheduler_type, args.save_strategy))
     own = next((cls.__name__ for cls in type(scheduler).__mro__ if cls.__name__ in _FOLLOW_METRICS), None)
     keeps_best = args.metric_for_best_model is not None and args.save_total_limit is not None and saves != "no"
@@ -599,7 +641,7 @@ def _choices(args: DPTrainingArguments, scheduler: Any = None) -> list[str]:
 
 
 def _also_released(args: DPTrainingArguments, eval_dataset: Any, choices: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """What leaves the training besides the noised gradients, and whether epsilon covers it."""
+    """Yield what leaves the training besides the noised gradients, and whether epsilon covers it."""
     if args.log_raw_metrics:
         yield {"what": "the loss of training batches, without noise (log_raw_metrics)", "covered": False}
     if eval_dataset is not None:

@@ -1,5 +1,5 @@
-"""What private training refuses of a trainer: settings of transformers and accelerate that differential privacy cannot
-be combined with, and classes and attributes that replace a method which the guarantee stands on."""
+"""Refusals of trainers: settings of transformers and accelerate that differential privacy cannot be combined with, and
+classes and attributes that replace a method which the guarantee stands on."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def is_ready_made(cls: type) -> bool:
-    """Whether it is a trainer of TRL of which this package has a private one."""
+    """Return True for a trainer of TRL of which this package has a private one."""
     return cls.__module__.startswith("trl.") and cls.__name__ in _READY_MADE
 
 

@@ -231,7 +231,7 @@ class TrainerRun:
 
     @property
     def is_running(self) -> bool:
-        """Whether Trainer's loop runs."""
+        """True while Trainer's loop runs."""
         return self._seeds is not None
 
     @contextmanager
