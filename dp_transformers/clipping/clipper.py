@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from ..mechanism.clipping_functions import ClippingFunction
-from . import backward_calls
 from .batch_dims import batch_size_of
-from .boundary import Boundary
+from .boundary import Boundary, follow, unfollow
 from .checks.beside_others import draw_for_all_rows, looks_at_calls, require_same_beside_others
 from .checks.locality import require_own_rows, require_own_rows_of_outputs
 from .checks.padding import check_padding, expect_no_gradient_at_padding
@@ -235,7 +234,7 @@ class PerExampleClipper:
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
         if self._boundary is not None:
-            backward_calls.unfollow(self._boundary)
+            unfollow(self._boundary)
         self._engine.detach()
 
     @contextlib.contextmanager
@@ -286,7 +285,7 @@ class PerExampleClipper:
 
     def _follow_backward(self) -> None:
         if self._boundary is not None:
-            backward_calls.follow(self._boundary)
+            follow(self._boundary)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, with a model that holds it, is of nothing: no data, no gradient and no secret goes with it."""

@@ -49,13 +49,14 @@ def parameter_outside_calls(
         for before, _ in node.next_functions:
             if before is None:
                 continue
-            if (leaf := _leaf(before)) is not None:
-                parameter = parameter_of.get(leaf)
+            end: Any = before.next_functions[0][0] if type(before).__name__ == _CAST else before  # of autocast
+            if type(end) is LEAF:
+                parameter = parameter_of.get(end.variable)
                 if parameter is not None and not any(parameter in call.parameters for call in inside):
                     return parameter
             elif inside:
                 number = before._sequence_nr()
-                todo.append((before, tuple(call for call in inside if call.first_node <= number)))
+                todo.append((before, tuple([call for call in inside if call.first_node <= number])))
             else:
                 todo.append((before, inside))
     return None
@@ -71,10 +72,3 @@ def dtypes_in_graph(losses: torch.Tensor) -> set[torch.dtype]:
             found |= {metadata.dtype for metadata in node._input_metadata}
             todo += [before for before, _ in node.next_functions]
     return found
-
-
-def _leaf(node: Any) -> torch.Tensor | None:
-    """Return the leaf of a node that accumulates a gradient, also behind a cast of autocast; None for other nodes."""
-    if type(node).__name__ == _CAST:
-        node = node.next_functions[0][0]
-    return node.variable if type(node) is LEAF else None

@@ -1,4 +1,4 @@
-"""DPTrainerMixin makes any subclass of transformers' Trainer private; DPTrainer and DPSeq2SeqTrainer are two. It replaces
+"""DPTrainerMixin makes any subclass of transformers' Trainer private, as DPTrainer and DPSeq2SeqTrainer. It replaces
 methods of Trainer, and computes nothing itself."""
 
 from __future__ import annotations

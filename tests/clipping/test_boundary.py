@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping import backward_calls
+from dp_transformers.clipping import boundary
 from dp_transformers.clipping.modes import MODES
 
 B, T, C = 8, 3, 5
@@ -78,8 +78,8 @@ class Loop:
 def torchs(monkeypatch):
     """torch's own function, in its place."""
     monkeypatch.setattr(torch.autograd, "backward", inspect.unwrap(torch.autograd.backward))
-    monkeypatch.setattr(backward_calls, "_followers", WeakSet())
-    monkeypatch.setattr(backward_calls, "_replaced", None)
+    monkeypatch.setattr(boundary, "_followers", WeakSet())
+    monkeypatch.setattr(boundary, "_replaced", None)
     return torch.autograd.backward
 
 
