@@ -2,8 +2,10 @@
 
 import re
 
+import peft
 import pytest
 import torch
+import transformers as hf
 from models import DeepSpeedEngine, build
 from torch import nn
 from transformers import CLIPConfig, CLIPModel, LayoutLMConfig, LayoutLMModel
@@ -224,3 +226,38 @@ def test_a_validator_of_one_s_own():
         return nn.Linear(5, module.out_features)
 
     assert ModuleValidator.fix(nn.Sequential(Wide(6, 2)))[0].in_features == 5
+
+
+WITH_SETTINGS = {
+    "wav2vec2's LayerDrop": (lambda: speech(layerdrop=0.1), "encoder' is a Wav2Vec2Encoder with config.layerdrop=0.1"),
+    "wav2vec2's SpecAugment": (lambda: speech(apply_spec_augment=True, mask_feature_prob=0.2), "config.apply_spec_augment=True"),
+    "BART's LayerDrop": (lambda: hf.BartForSequenceClassification(hf.BartConfig(**BART, decoder_layerdrop=0.2)), "'model.decoder'.*layerdrop=0.2"),
+    "XLNet's dropout of positions": (lambda: hf.XLNetModel(hf.XLNetConfig(vocab_size=20, d_model=8, n_layer=1, n_head=2, d_inner=8)), "dropout.p=0.1"),
+    "DeBERTa's dropout of positions": (lambda: hf.DebertaV2Model(hf.DebertaV2Config(vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8, relative_attention=True, pos_att_type=["p2c", "c2p"])), r"'encoder.layer.0.attention.self' \(and 1 others\).*pos_dropout.p=0.1"),
+    "Funnel's dropout of positions": (lambda: hf.FunnelModel(hf.FunnelConfig(vocab_size=20, d_model=8, n_head=2, d_head=4, d_inner=8, block_sizes=[1, 1], attention_type="factorized")), "sin_dropout.p=0.1"),
+    "LoHa's module_dropout": (lambda: peft.get_peft_model(nn.Sequential(nn.Linear(3, 2)), peft.LoHaConfig(target_modules=["0"], r=2, module_dropout=0.1)), "set module_dropout=0.0"),
+}  # fmt: skip
+BART = {"vocab_size": 50, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}  # fmt: skip
+
+
+def speech(**settings):
+    settings = {"apply_spec_augment": False, "layerdrop": 0.0, "mask_time_prob": 0.0} | settings
+    return hf.Wav2Vec2Model(
+        hf.Wav2Vec2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8,),
+                          conv_kernel=(4,), conv_stride=(3,), num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, **settings)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_SETTINGS)
+def test_settings_that_draw_one_number_for_all_rows_are_refused(name):
+    make, says = WITH_SETTINGS[name]
+    with pytest.raises(ValueError, match=says):
+        ModuleValidator.validate(make(), strict=True)
+
+
+def test_what_is_switched_off_or_frozen_in_evaluation_draws_nothing():
+    assert ModuleValidator.is_valid(speech())
+    model = nn.Sequential(speech(layerdrop=0.1), nn.Linear(16, 2)).train()
+    model[0].eval()
+    assert ModuleValidator.is_valid(model)

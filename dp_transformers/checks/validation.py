@@ -54,6 +54,14 @@ _REFUSED_OPTIONS = {  # of a configuration: what an adapter with them is called,
         "it takes the next samples from a store in every forward pass, so none can be run again; use LoRA",
     ),
 }
+_REFUSED_OPTIONS |= {
+    name: (
+        f"an adapter with {name}",
+        "it draws one mask of weights, or one coin, for all rows of a physical batch, so which rows share it depends "
+        f"on the other examples; set {name}=0.0",
+    )
+    for name in ("module_dropout", "rank_dropout", "boft_dropout")
+}
 _DATA_DEPENDENT_STARTS = ("eva", "corda", "lora_ga")
 
 # These modules of other libraries mix the examples of a batch, whether they are trained or not. The key is the name of
@@ -65,6 +73,47 @@ _MIXES_EXAMPLES = {
     "how another one is rounded, and it keeps in its state what it saw. Load the model in four bits "
     "(load_in_4bit=True)",
 }
+
+# Settings of transformers' models by which a pass draws one random number for all rows of a physical batch. The value
+# of each: how it is read off a module, what it does, and what switches it off
+_REFUSED_SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "layerdrop": (lambda m: vars(m).get("layerdrop"), "leaves a layer out for all rows of a batch", "0.0"),
+    "config.layerdrop": (
+        lambda m: hasattr(m, "layers") and not hasattr(m, "layerdrop") and _configured(m, "layerdrop"),
+        "leaves a layer out for all rows of a batch",
+        "0.0",
+    ),
+    "config.apply_spec_augment": (
+        lambda m: (
+            hasattr(m, "_mask_hidden_states")
+            and _configured(m, "apply_spec_augment")
+            and bool(_configured(m, "mask_time_prob") or _configured(m, "mask_feature_prob"))
+        ),
+        "draws one number for all rows of a batch, by which spans are masked (SpecAugment)",
+        "False",
+    ),
+    "config.attention_type": (
+        lambda m: _configured(m, "attention_type") == "prob" and "prob",
+        "draws the same keys for all rows of a batch",
+        "'full'",
+    ),
+    "pos_dropout.p": (lambda m: _rate(m, "pos_dropout"), "draws one mask of positions for all rows of a batch", "0.0"),
+    "sin_dropout.p": (lambda m: _rate(m, "sin_dropout"), "draws one mask of positions for all rows of a batch", "0.0"),
+    "cos_dropout.p": (lambda m: _rate(m, "cos_dropout"), "draws one mask of positions for all rows of a batch", "0.0"),
+    "dropout.p": (
+        lambda m: type(m).__name__ == "XLNetModel" and _rate(m, "dropout"),
+        "draws one mask of positions for all rows of a batch",
+        "0.0",
+    ),
+}
+
+
+def _rate(module: nn.Module, name: str) -> float:
+    return getattr(getattr(module, name, None), "p", 0.0)
+
+
+def _configured(module: nn.Module, name: str) -> Any:
+    return getattr(vars(module).get("config"), name, None)
 
 
 @dataclass(frozen=True)
@@ -273,6 +322,7 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
                 if own := _FIXERS.get(type(module)):
                     fix, repair = f"{kind} -> what {getattr(own, '__name__', 'a fixer')} makes of it", own
                 yield Problem(its_paths[0], f"{where}{what}", fix, module, repair)
+    yield from _setting_problems(model)
     yield from _parameter_problems(model)
 
 
@@ -373,6 +423,20 @@ def _alien(module: nn.Module) -> Iterator[Finding]:
 def _registered(module: nn.Module) -> Iterator[Finding]:
     for validator in _VALIDATORS.get(type(module), ()):
         yield from ((f": {what}", None, None) for what in validator(module))
+
+
+def _setting_problems(model: nn.Module) -> Iterator[Problem]:
+    in_use = [(path, m) for path, m in model.named_modules() if m.training or not model.training]
+    for name, (value_of, what, off) in _REFUSED_SETTINGS.items():
+        if found := [(path, m, value) for path, m in in_use if (value := value_of(m))]:
+            path, module, value = found[0]
+            others = f" (and {len(found) - 1} others)" if found[1:] else ""
+            where = f"'{path}'{others}" if path else "the model"
+            yield Problem(
+                path,
+                f"{where} is {_a(module)} with {name}={value!r}, which {what}: which rows share it would depend on "
+                f"the other examples. Set {name} = {off} there before training.",
+            )
 
 
 def _parameter_problems(model: nn.Module) -> Iterator[Problem]:

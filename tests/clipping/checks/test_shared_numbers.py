@@ -12,12 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
-    BartConfig,
-    BartForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
-    DebertaV2Config,
-    DebertaV2ForSequenceClassification,
 )
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
@@ -253,16 +249,6 @@ def test_dropout_of_a_table_and_of_rows_in_one_module_is_refused(loop):
         train(loop, Task(lambda: Masked(also_rows=True), ROWS, loss=losses_of, steps=3, physical=4))
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_deberta_trains_with_the_dropout_that_it_has(loop):
-    config = DebertaV2Config(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, num_labels=3,
-        relative_attention=True, pos_att_type=["p2c", "c2p"], position_buckets=4, max_position_embeddings=16,
-    )  # fmt: skip
-    rows = texts([5, 7, 4, 6, 8, 5])
-    assert len(train(loop, Task(lambda: DebertaV2ForSequenceClassification(config), rows, steps=2, physical=2))) == 2
-
-
 class Positions(nn.Module):
     """Dropout of a table that is as long as the longest text."""
 
@@ -312,19 +298,6 @@ class Seats(nn.Module):
 def test_dropout_of_rows_in_a_buffer_of_one_size_is_no_table(loop):
     with pytest.raises(ValueError, match=r"all rows of a physical batch share \(dropout\)"):
         train(loop, Task(Seats, ROWS, loss=losses_of, steps=2, physical=4))
-
-
-def test_layers_that_transformers_leaves_out():
-    sizes = {"vocab_size": 50, "d_model": 16, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
-             "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_labels": 3, "pad_token_id": 0,
-             "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
-    rows = texts([9] * 8)
-    for row in rows:
-        row["input_ids"][-1] = 2
-    make = lambda p: lambda: BartForSequenceClassification(BartConfig(**sizes, encoder_layerdrop=p))  # noqa: E731
-    with pytest.raises(ValueError, match=r"share \(model.encoder\)"):
-        train("trainer", Task(make(0.2), rows))
-    train("trainer", Task(make(0.0), rows))
 
 
 def test_dropout_of_bert_is_the_rows_own():
