@@ -33,13 +33,13 @@ from unittest import mock
 import torch
 import transformers
 import transformers.models.llama.modeling_llama  # what all models import, before the forks
+from dp_transformers.clipping.caches import configurations, without_caches
 from torch import nn
 
 import dp_transformers
 from dp_transformers import PerExampleClipper, find_example_losses
 from dp_transformers.clipping import fallback, tap
-from dp_transformers.clipping.caches import configurations, without_caches
-from dp_transformers.clipping.checks.synthetic import floating_tensors, projected
+from dp_transformers.clipping.checks.outputs import floating_tensors, projected
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.recorded_call import RecordedCall
 from dp_transformers.clipping.terms import Term

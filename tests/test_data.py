@@ -112,7 +112,7 @@ def test_batches_say_whether_examples_are_padded_to_the_length_of_others(fixed):
     batches = LogicalBatches(Rows(), collate, 2)
 
     def by_others(draw):
-        return [any(padding.by_others for padding in batch.paddings) for batch in batches[draw].batches]
+        return [bool(batch.sizes) and not batch.came_padded for batch in batches[draw].batches]
 
     assert by_others(Draw(0, [0, 7, 14, 3])) == [False, not fixed]  # lengths 1, 1 and 1, 4
     assert by_others(Draw(1, [1])) == [False]
@@ -130,9 +130,9 @@ def test_padding_that_no_mask_shows_is_refused(name, shape, fixed):
         }
 
     batches = LogicalBatches([{name: np.ones((1 + i % 4, *shape))} for i in range(20)], collate, 3)
-    assert batches[Draw(0, [0, 4, 8])].batches[0].paddings == ()  # of one length
+    assert batches[Draw(0, [0, 4, 8])].batches[0].sizes == {}  # of one length
     if fixed:
-        assert batches[Draw(1, [3, 0, 1])].batches[0].paddings == ()
+        assert batches[Draw(1, [3, 0, 1])].batches[0].sizes == {}
         return
     with pytest.raises(ValueError, match=f"'{name}'.*attention_mask.*max_length"):
         batches[Draw(1, [3, 0, 1])]

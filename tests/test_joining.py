@@ -251,13 +251,12 @@ def test_known_collators_make_the_same_of_several_examples(name, side):
     (batch,) = together[Draw(0, range(12))].batches
     if name == "decoder inputs":
         assert are_same(batch.rows["decoder_input_ids"], collate.model._shift_right(batch.rows["labels"]))
-        assert {"labels": (1,), "decoder_input_ids": (1,)} in [padding.columns for padding in batch.paddings]
+        assert batch.sizes["labels"] == batch.sizes["decoder_input_ids"]
         return
     (other,) = alone[Draw(0, range(12))].batches
     ours, theirs = tensors(batch.rows), tensors(other.rows)
     assert ours.keys() == theirs.keys() and all(are_same(x, theirs[k]) for k, x in ours.items())
-    paddings = ({tuple(sorted(x.columns)): (x.row, x.own_t.tolist()) for x in b.paddings} for b in (batch, other))
-    assert next(paddings) == next(paddings)
+    assert batch.sizes == other.sizes
     assert {*sizes} <= {1, 2}
 
 
@@ -271,9 +270,8 @@ def test_random_masks_are_padded_as_the_collator_does(side, is_known):
     own_bt = batch.rows["attention_mask"].bool()
     assert 5 < (batch.rows["labels"] != -100).sum(1).float().mean() < 9
     assert (batch.rows["input_ids"][~own_bt] == PAD).all() and (batch.rows["labels"][~own_bt] == -100).all()
-    lengths = {tuple(padding.columns): int(padding.own_t.sum()) for padding in batch.paddings}
-    assert {*lengths} == {("input_ids", "attention_mask", "labels")}
-    assert (own_bt.sum(1).min(),) == tuple(lengths.values())
+    own = {1: (side, own_bt.sum(1).tolist())}
+    assert batch.sizes == dict.fromkeys(("input_ids", "attention_mask", "labels"), own)
 
 
 # ---- what cannot be joined ----

@@ -19,13 +19,13 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.data import IterableDataset
 
-from ..clipping.checks.example_mixing import ExampleMixing, find_example_mixing
 from ..clipping.errors import HOW_TO_UNCOMPILE, is_compiled
 from ..clipping.owners import unsupported_wrapper_reason
 from ..clipping.parallel.fsdp2 import reshard
 from ..clipping.precision import TRAINABLE
 from ..data.stored_rows import most_frequent_row
 from ..mechanism.accounting.accountants import require_small_delta
+from .find_mixing import ExampleMixing, find_example_mixing
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class ModuleValidator:
     def find_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
         """Return which examples of a batch influence each other's outputs, and in which module; None if none does.
 
-        :func:`~dp_transformers.clipping.checks.example_mixing.find_example_mixing` says how it is found. The answer
+        :func:`~dp_transformers.checks.find_mixing.find_example_mixing` says how it is found. The answer
         tells something of the examples, so give it public ones.
         """
         return find_example_mixing(model, batch)

@@ -57,7 +57,7 @@ def _in_words(found: ModelCheck) -> str:
         )
     lines += ["", "What covers them:", *_columns(["module", "gradients by", "modules", "parameters"], found.covered)]
     lines += ["", f"A step of {found.examples} random examples in each mode:"]
-    names = ["mode", "norm error", "sum error", "locality error", "milliseconds", "MiB"]
+    names = ["mode", "norm error", "sum error", "loss error", "milliseconds", "MiB"]
     lines += _columns(names, found.modes)
     lines += ["", "Every trainable parameter is covered, and clipping is exact: the model can be trained privately."]
     return "\n".join(lines)

@@ -166,7 +166,7 @@ def _try_mode(model: nn.Module, batch: dict[str, torch.Tensor], mode: str) -> di
     return measured | {
         "norm error": report.norm_error,
         "sum error": report.sum_error,
-        "locality error": report.locality_error,
+        "loss error": report.loss_error,
     }
 
 

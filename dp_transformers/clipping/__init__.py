@@ -8,8 +8,8 @@ from typing import Any
 
 _WHERE = {
     "PerExampleClipper": "clipper",
-    "check_model": "checks.self_check",
-    "check_per_sample_gradients_are_correct": "checks.self_check",
+    "check_model": "checks.check_model",
+    "check_per_sample_gradients_are_correct": "checks.check_model",
     "register_grad_sampler": "rules",
     "register_norm_sampler": "rules",
 }

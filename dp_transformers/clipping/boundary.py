@@ -20,7 +20,6 @@ from weakref import WeakSet
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .checks.rare_looks import RareLooks
 from .compared_rows import expect_own_rows
 from .engine import ClippingEngine
 from .loop_graph import End, LoopGraph, ModelCall
@@ -41,7 +40,8 @@ class Boundary:
     """
 
     def __init__(self, engine: ClippingEngine, loss_reduction: str, add: Callable[[BatchLoss], Any]):
-        self._engine, self._reduction, self._add, self._looks = engine, loss_reduction, add, RareLooks()
+        self._engine, self._reduction, self._add = engine, loss_reduction, add
+        self._batches, self._next = 0, 1  # that were counted, and the next that is looked at
 
     @property
     def follows(self) -> bool:
@@ -64,8 +64,17 @@ class Boundary:
 
     def look_at(self, losses: torch.Tensor) -> None:
         """Expect at first, and then ever more rarely, that (B,) losses do not compare rows."""
-        if (forward := self._engine.forward) is not None and self._looks.is_due() and losses.requires_grad:
-            expect_own_rows(LoopGraph([losses], forward), [losses], forward, self._looks.number)
+        if (forward := self._engine.forward) is not None and self._is_due() and losses.requires_grad:
+            expect_own_rows(LoopGraph([losses], forward), [losses], forward, self._batches)
+
+    def _is_due(self) -> bool:
+        """Count a batch, and return True in 1, 2, 4, 9, 19, 39, ...: powers of two would be the same one of each draw
+        that has as many."""
+        self._batches += 1
+        if self._batches < self._next:
+            return False
+        self._next += self._next + (self._next > 2)
+        return True
 
     # ---- called in the place of torch.autograd.backward ----
 
@@ -95,8 +104,8 @@ class Boundary:
         root = LossRoot(graph, forward, self._reduction, batch_first=engine.batch_first)
         for each in zip(roots, gradients, strict=True):
             root.require_plain(*each)
-        if self._looks.is_due() and not graph.inputs:
-            expect_own_rows(graph, roots, forward, self._looks.number)
+        if self._is_due() and not graph.inputs:
+            expect_own_rows(graph, roots, forward, self._batches)
         factor = forward.batch_size if self._reduction == "mean" else 1
         begins = [
             torch.full_like(root, factor) if gradient is None else gradient * factor

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
+import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -23,12 +25,12 @@ from torch import nn
 from ..mechanism.clipping_functions import ClippingFunction
 from .batch_dims import batch_size_of
 from .boundary import Boundary, follow, unfollow
-from .checks.beside_others import draw_for_all_rows, looks_at_calls, require_same_beside_others
-from .checks.locality import require_own_rows, require_own_rows_of_outputs
-from .checks.padding import check_padding, expect_no_gradient_at_padding
-from .checks.rare_looks import RareLooks
-from .checks.self_check import CheckReport, self_check
-from .checks.synthetic import LossFunction
+from .checks.check_model import CheckReport, run_check
+from .checks.oracle import Oracle
+from .checks.outputs import LossFunction
+from .checks.padding import expect_no_gradient_at_padding
+from .checks.rows import MOST, Rows, Sizes
+from .checks.witness import Schedule, Witness
 from .coefficients import checked_clipping
 from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
@@ -39,7 +41,7 @@ from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .parallel.fsdp2 import Shards
 from .parallel.tensor_parallel import TensorParallel
-from .recorded_call import ForwardPass, ModelCall, autocast_state
+from .recorded_call import ForwardPass
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +62,10 @@ class PerExampleClipper:
             themselves. In a private training the step gives the function of each step.
         mode: "auto", "book_keeping", "ghost", "fast_gradient" or "per_sample", see
             :mod:`dp_transformers.clipping.modes`.
-        self_check: Before the first training forward pass, check on synthetic input of the same shapes that every
-            trainable parameter is covered and that norms and sums equal one-example-at-a-time gradients, see
-            :mod:`dp_transformers.clipping.checks.self_check`. The losses themselves are yours and come later: compute
+        self_check: Before the first training forward pass, and when something about a batch is new, check on some of
+            its rows that norms and sums equal one-example-at-a-time gradients
+            (:mod:`dp_transformers.clipping.checks.oracle`), and in some batches that a row gives what it gives alone
+            (:mod:`dp_transformers.clipping.checks.witness`). The losses themselves are yours and come later: compute
             them from the model's outputs alone. One that uses a parameter directly (weight decay, say) is refused.
         batch_first: False where the model's inputs and outputs of two and more dimensions have the batch in the
             second.
@@ -103,12 +106,10 @@ class PerExampleClipper:
             )
         self.clipping = checked_clipping(max_grad_norm)
         self._self_check, self.asked_mode = self_check, mode
-        self.checked = False
-        self._modules: list[tuple[nn.Module, type]] = []  # that were checked, with their classes
-        self.checks_begun = 0  # how often all that was checked of the model had to be checked anew
-        self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
-        self._drawn_for_all_rows = list[str]()  # in the model: the modules that do, or generators
-        self._drawn_in_losses = dict[str, None]()  # an ordered set
+        self._modules: list[tuple[nn.Module, type]] = []  # that were compared, with their classes
+        self._schedule, self._witness = Schedule(), cast("Witness | None", None)
+        self._call: tuple[Any, ...] = ()  # what the model was called with last
+        self.compares_rows = False
         self._boundary: Boundary | None = None  # between the model and a loop of the user's
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
         self._engine = ClippingEngine(
@@ -119,7 +120,7 @@ class PerExampleClipper:
             before_forward=self._before_forward,
             memory=memory_budget_of(memory_budget),
         )
-        self._engine.on_outputs = self._after_forward
+        self._engine.on_outputs, self._oracle = self._after_forward, Oracle(self._engine)
         self.attach()
 
     @property
@@ -150,20 +151,6 @@ class PerExampleClipper:
     @property
     def batch_first(self) -> bool:
         return self._engine.batch_first
-
-    @property
-    def draw_for_all_rows(self) -> list[str]:
-        """What draws random numbers that all rows share, modules or generators, as far as it was looked at."""
-        return list(dict.fromkeys([*self._drawn_for_all_rows, *self._drawn_in_losses]))
-
-    def note_shared_numbers(self, names: Sequence[str]) -> None:
-        """Such numbers are drawn while losses are computed, by what is called so."""
-        self._drawn_in_losses |= dict.fromkeys(names)
-
-    @property
-    def dropouts_for_all_rows(self) -> Sequence[nn.Module]:
-        """Modules whose numbers all rows share, and which draw the same in all physical batches of a draw."""
-        return self._engine.dropouts_for_all_rows
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -220,16 +207,10 @@ class PerExampleClipper:
         if self._engine.is_attached:
             return
         is_other = self._engine.attach()
-        self._check_anew()  # owners are found in the check, and nobody looked at the model meanwhile
+        self._oracle.begin_anew()  # owners are found in the check, and nobody looked at the model meanwhile
         self._follow_backward()
         if is_other and not self.self_check:
             warn_about_fallback(self.owners)
-
-    def _check_anew(self) -> None:
-        """Let everything that was checked of the model be checked again: it may compute otherwise now."""
-        self.checked, self.checks_begun = not self.self_check, self.checks_begun + 1
-        self._looks, self._model_looks = RareLooks(), RareLooks(_RATE)
-        self._drawn_for_all_rows = []
 
     def detach(self) -> None:
         """Remove the hooks and everything that was kept."""
@@ -293,60 +274,89 @@ class PerExampleClipper:
 
     # ---- checks ----
 
-    def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
-        """Check on synthetic input shaped like ``args`` and ``kwargs`` that clipping is exact; see
-        :func:`.checks.self_check.self_check`."""
-        self.checked = False
-        with self._engine.state.during_check():
-            report = self_check(self._engine, args, kwargs, loss_function)
-        self.checked = True
-        return report
+    @property
+    def checked(self) -> bool:
+        """Whether the model as it is was compared with one example at a time, if it is to be."""
+        return self._oracle.has_compared or not self.self_check
 
-    def check_padding(
+    def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
+        """Check that clipping is exact for all examples of a batch, of public data of yours.
+
+        Args:
+            args, kwargs: What the model is called with.
+            loss_function: ``f(*args, **kwargs) -> (B,)`` losses; default: a random linear function of every output.
+
+        Raises:
+            SelfCheckError: norms, sums or losses are others than those of one example at a time.
+        """
+        self._oracle.begin_anew()
+        return run_check(self._engine, args, kwargs, loss_function, self._oracle)
+
+    def compare(
         self,
         args: tuple,
         kwargs: dict,
-        own_bt: torch.Tensor,
-        loss_function: LossFunction | None = None,
-        row: int | None = None,
-        padded_dims: Mapping[str, Sequence[int]] | None = None,
-    ) -> float:
-        """Check that padding leaves gradients alone; see :func:`.checks.padding.check_padding`."""
-        if not self.checked:
-            self.check(args, kwargs, loss_function)
-        with self._engine.state.during_check():
-            return check_padding(self._engine, args, kwargs, own_bt, loss_function, row, padded_dims)
+        losses_of: LossFunction | None = None,
+        lengths: Sizes | None = None,
+        sizes_of: Callable[[tuple, dict], Sizes] = lambda args, kwargs: {},
+        secret: int | None = None,
+    ) -> float | None:
+        """Compare rows of a batch with each alone if something about them is new, and choose by chance whether one of
+        them is run alone once more, when the batch was computed.
 
-    @property
-    def position_dims(self) -> list[int | None]:
-        """Which dimension of each output is that of the positions that :meth:`check_padding` was about last."""
-        return self._engine.position_dims
+        Args:
+            args, kwargs: What the model, or ``losses_of``, is called with.
+            losses_of: ``f(*args, **kwargs) -> (B,)``; None for a random function of the model's own outputs.
+            lengths: How the batch is padded, by its columns.
+            sizes_of: Returns it by the paths of arguments.
+            secret: Chooses the row; the same on all ranks that have these rows.
 
-    def expect_no_gradient_at_padding(
-        self, output: Any, row: int, own_t: torch.Tensor, dims: Sequence[int | None]
-    ) -> None:
-        """Expect that the loss has no gradient at positions of ``output`` that are no own ones of a row; see
+        Returns:
+            How many seconds it took; None where the model was compared before.
+
+        Raises:
+            SelfCheckError: clipping is not exact for these rows.
+        """
+        self._witness = None
+        if not self.self_check:
+            return None
+        self.recheck_if_changed()
+        size, lengths = batch_size_of(self.model, args, kwargs, self.batch_first), lengths or {}
+        if not size:  # it shows nothing, and adds nothing
+            return None
+        kind = (len(args), tuple(kwargs), losses_of is None)
+        count = self._oracle.is_new(kind, size, lengths)
+        is_looked_at = self._schedule.is_due(together=bool(self.shards or self.parallel))
+        self._call = kind, args, kwargs, losses_of, lengths, sizes_of
+        self.compares_rows = bool(count) or is_looked_at
+        if not self.compares_rows:
+            return None
+        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.batch_first)
+        start, is_first = time.perf_counter(), not self._oracle.has_compared
+        if count:
+            self._oracle.compare(kind, rows, count, lengths, losses_of)
+        if is_looked_at:
+            secret = secrets.randbits(64) if secret is None else secret
+            self._witness = Witness(self._engine, rows, losses_of, secret)
+        return time.perf_counter() - start if is_first else None
+
+    def expect_no_gradient_at_padding(self, output: Any, lengths: Sizes) -> None:
+        """Expect that the loss has no gradient at positions of ``output`` that are padding; see
         :func:`.checks.padding.expect_no_gradient_at_padding`."""
-        expect_no_gradient_at_padding(self._engine, output, row, own_t, dims)
+        expect_no_gradient_at_padding(self._engine, output, lengths, self._oracle.position_dims)
 
     def recheck_if_changed(self) -> None:
-        """Let all checks run again if the model has other modules, or modules of other classes, than before."""
+        """Let rows be compared again if the model has other modules, or modules of other classes, than before."""
         if self._engine.state.is_watching:
             return
         modules, before = [(module, type(module)) for module in self.model.modules()], self._modules
         if modules != before:
             self._modules = modules
-            if before:
-                self._check_anew()
+            self._oracle.begin_anew()
 
-    def begin_draw(self, numbers: int | None) -> None:
-        """The model may have been written to since the last draw, and from now on not before the next one.
-
-        Args:
-            numbers: What dropout draws where all rows share a mask, secret and of this draw alone;
-                None where it draws as it comes.
-        """
-        self._engine.begin_draw(numbers)
+    def begin_draw(self) -> None:
+        """The model may have been written to since the last draw, and from now on not before the next one."""
+        self._engine.begin_draw()
 
     def begin_pass(self) -> None:
         """A physical batch is about to be worked on: let the model and the losses that are watched be what they were
@@ -403,13 +413,13 @@ class PerExampleClipper:
                 self.detach()
                 self.attach()
             self._count_steps()
-        self.recheck_if_changed()
-        if not self.checked and batch_size_of(self.model, args, kwargs, self.batch_first) > 0:
-            self.check(args, kwargs)  # an empty batch shows no shapes to check, and adds nothing
         if loop is not None:
             loop.before_forward(args, kwargs)
         else:
+            self.compare(args, kwargs)
             self._versions = self._written()  # the check writes to parameters too
+        if self._witness is not None:
+            self._witness.begin()
 
     # ---- memory ----
 
@@ -476,58 +486,49 @@ class PerExampleClipper:
         Raises:
             ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
-            SelfCheckError: an example's loss has a gradient in the rows of another.
+            SelfCheckError: an example's loss is another one alone.
         """
         if into is None and self._engine.loop is not None:
             return self._engine.loop.add(losses, weights)
         losses_b = None if isinstance(losses, BatchLoss) else losses
-        if losses_b is not None and not self._engine.follows and self._takes_look():
-            require_own_rows(self._engine, losses_b, self._looks.number)
         if losses_b is not None and self._boundary is not None:
             self._boundary.look_at(losses_b)
         if self._engine.forward is not None:
-            self._look_at_calls(self._engine.forward, losses_b)
+            self._require_known(self._engine.forward)
+        if losses_b is not None:
+            self._look(losses_b, of_losses=True)
         groups = self._engine.groups_of(self.clipping if clipping is None else clipping)
         return self._engine.backward(losses, weights=weights, groups=groups, into=into)
 
-    def _takes_look(self) -> bool:
-        """Count this pass over a real batch, and return whether it is looked at whose rows are whose in it: at first,
-        ever more rarely, and where a module was called otherwise than in the self-check, which did not learn where its
-        examples are.
+    def _require_known(self, forward: ForwardPass) -> None:
+        """Compare once more where a module was called otherwise than in the rows that were compared, so that nobody
+        learned where its examples are.
 
         Raises:
             ValueError: a module was called so where ranks share parameters.
         """
-        is_due, forward = self._looks.is_due() and self.self_check, self._engine.forward
-        unknown = None if forward is None or not self.self_check else forward.unknown
-        if unknown is not None and (self.shards or self.parallel):  # a rank that looked alone would wait for others
+        unknown = forward.unknown
+        if unknown is None or not self.self_check:
+            return
+        if self.shards or self.parallel:  # a rank that looked alone would wait for others
             raise ValueError(
                 f"{unknown} is called otherwise than in the self-check, which did not learn where its examples are: "
                 "on other rows than those of the batch, or for some batches only. Where ranks share parameters that "
                 "is not looked at. Call it in every forward pass, on all rows, and mask what it is not for."
             )
-        return is_due or unknown is not None
+        kind, args, kwargs, losses_of, lengths, sizes_of = self._call
+        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.batch_first)
+        self._oracle.compare(kind, rows, MOST, lengths, losses_of)
 
     def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
         """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here. What
         that is given instead of ``output``, None for the same."""
-        forward = cast(ForwardPass, self._engine.forward)
-        is_due = self._model_looks.is_due() or forward.unknown is not None
-        if is_due and self.self_check and not (self.shards or self.parallel):  # ranks would have to look together
-            forward.calls.append(ModelCall(args, kwargs, output, autocast_state(self.device)))
-        if self._boundary is None:
-            return None
-        if self._boundary.follows and self._takes_look():
-            require_own_rows_of_outputs(self._engine, output, self._looks.number)
-        return self._boundary.hand_out(args, kwargs, output)
+        self._look(output, of_losses=False)
+        return None if self._boundary is None else self._boundary.hand_out(args, kwargs, output)
 
-    def _look_at_calls(self, forward: ForwardPass, losses: torch.Tensor | None = None) -> None:
-        """Run the model again beside other rows, on what it was called with in a forward pass that is looked at."""
-        if forward.calls:
-            looks = looks_at_calls(self._engine, forward, self._model_looks.number)
-            drawn = draw_for_all_rows(self._engine, looks)
-            self._drawn_for_all_rows = list(dict.fromkeys(self._drawn_for_all_rows + drawn))
-            require_same_beside_others(self._engine, looks, losses)
-
-
-_RATE = 1 / 128  # how often the model is looked at beside other rows, besides the first passes and ever rarer ones
+    def _look(self, given: Any, *, of_losses: bool) -> None:
+        """Let the witness of this batch compare what it is about."""
+        if self._witness is not None and self._witness.is_of_losses == of_losses:
+            witness, self._witness = self._witness, None
+            with self._schedule.looking():
+                witness.look(given)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import _StopRecomputationError
 
 from ..mechanism.clipping_functions import ClippingFunction
-from ..runtime.randomness import global_state, random_state, set_global_state, set_random_state
+from ..runtime.randomness import random_state, set_random_state
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .by_example import ExamplesApart, UnknownCall
@@ -76,8 +76,6 @@ class ClippingEngine:
         trainable, owners, state: What :meth:`attach` found out.
         losses: What computes losses and may keep something of them, by name.
         conditions: What must hold before anything is released, and only the device can tell.
-        position_dims: Which dimension of each of the model's outputs is that of the positions that the last check of
-            padding was about (None: none is); empty where it was given losses.
         groups: The parameters that are clipped together where :meth:`backward` is given no others.
         forward: The forward pass that a backward pass would use.
         loop: It says which batch is worked on, and looks at forward passes.
@@ -116,7 +114,6 @@ class ClippingEngine:
         self._apart = ExamplesApart(self._record_whole)
         self._on_trial, self._trial_limit = False, 0.0
         self._fills_gradients = False  # autograd may, for the second of two passes
-        self.position_dims: list[int | None] = []
 
     @property
     def _loop_in_charge(self) -> TrainingLoop | None:
@@ -224,13 +221,14 @@ class ClippingEngine:
         grads = [(p.grad, p.grad_dtype) for p in trainable.parameters]
         training = {m: m.training for m in self.model.modules()}
         on_trial, self._on_trial = self._on_trial, True
-        numbers, self._hooks.numbers_of_draw = self._hooks.numbers_of_draw, None
+        forward, self.forward = self.forward, None
         try:
             with torch.enable_grad(), without_caches(configurations(self.model)), self.state.during_check():
                 yield
         finally:
-            self._on_trial, self._hooks.numbers_of_draw = on_trial, numbers
+            self._on_trial = on_trial
             self.forget()
+            self.forward = forward
             trainable.shards.reshard()
             trainable.thaw()
             for m, mode in training.items():
@@ -254,26 +252,9 @@ class ClippingEngine:
 
     # ---- forward ----
 
-    @property
-    def dropouts_for_all_rows(self) -> Sequence[nn.Module]:
-        """Dropout modules whose mask is of what all rows share, and is one for all physical batches of this draw."""
-        return () if self._hooks.numbers_of_draw is None else self._hooks.dropouts
-
-    def share_dropouts(self, modules: Sequence[nn.Module]) -> None:
-        """Take these as :attr:`dropouts_for_all_rows`."""
-        if [*modules] != [*self._hooks.dropouts]:
-            self._hooks.dropouts = modules
-            self.install_hooks()
-
-    def begin_draw(self, numbers: int | None = None) -> None:
+    def begin_draw(self) -> None:
         """What was summed before is released or dropped, and with it what was refused of it. What was written to the
-        model since is the user's own doing.
-
-        Args:
-            numbers: What the masks of :attr:`dropouts_for_all_rows` are drawn from, secret and of this draw alone;
-                with None they are drawn anew in each forward pass.
-        """
-        self._hooks.begin_draw(numbers)
+        model since is the user's own doing."""
         self.conditions.begin()
         self.state.begin_draw()
 
@@ -291,7 +272,7 @@ class ClippingEngine:
             for owner in self.forward.whole:
                 owner.needs_whole_batch = True
             self.forward.is_current = False
-            self.forward.backward, self.forward.calls = None, []  # they hold each other, and what was kept
+            self.forward.backward = None  # they hold each other
         self.forward, self._hooks.in_backward = forward, False
 
     def begin_forward(self, args: tuple, kwargs: dict) -> bool:
@@ -473,28 +454,6 @@ class ClippingEngine:
                 sums.become_gradients()
             self.forget()  # used up, whatever happened
         return self.norms_b
-
-    def norms_of_weighted(self, losses: torch.Tensor, weights_b: torch.Tensor) -> torch.Tensor:
-        """(B,) the gradient norms of the examples when their losses have these weights. Nothing is kept or summed, and
-        the forward pass is as good as before."""
-        forward = self.require_forward(losses)
-        fills_gradients, self._fills_gradients = self._fills_gradients, True
-        numbers = global_state(losses.device)  # which activation checkpointing may draw from
-        try:
-            with without_autocast(losses.device):
-                graph = LossGraph(losses, forward)
-                clip = partial(coefficients, weights_b=None)
-                all_of_them = [ParameterGroup(self.trainable.parameters)]
-                backward = MODES["ghost"].begin(forward, all_of_them, clip, None, graph)
-                self.go_back(forward, backward)
-                graph.go_back(retain_graph=True, weights_b=weights_b)
-                return backward.finish()
-        except BaseException:
-            self.forget()
-            raise
-        finally:
-            set_global_state(losses.device, numbers)
-            self._fills_gradients, self._hooks.in_backward, forward.backward = fills_gradients, False, None
 
     def _end_sum(self, sums: GradientSums) -> None:
         """Let the model be as before; where no loop does so later, require all that was expected."""

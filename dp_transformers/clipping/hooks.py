@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
-from ..runtime.randomness import random_state, seeded_global_generators
+from ..runtime.randomness import random_state
 from .by_example import ForwardByExample
 from .errors import UnsupportedModuleError, refuse_tracing
 from .kv_cache import configurations, without_caches
@@ -54,8 +54,6 @@ class HookedModel:
     Attributes:
         in_backward: Set while calls are passed on that run inside backward, where activation checkpointing recomputes
             them.
-        dropouts: Dropout modules whose masks are of what all rows share.
-        numbers_of_draw: What the masks of these are drawn from; None where they are drawn as they come.
     """
 
     _is_copy = False
@@ -72,16 +70,12 @@ class HookedModel:
         self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
         self._configs: list[Any] = []  # those that say whether the model fills a cache
         self._without_caches = contextlib.ExitStack()
-        self.dropouts: Sequence[nn.Module] = ()
-        self.numbers_of_draw: int | None = None
-        self._shapes_of_draw: dict[int, torch.Size] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes
         with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
         inert |= {"_owners": (), "_opened": [], "_opened_without_graph": None}
-        inert |= {"dropouts": (), "numbers_of_draw": None, "_shapes_of_draw": {}}
         return inert | {"_configs": [], "_without_caches": contextlib.ExitStack()}
 
     @property
@@ -118,9 +112,6 @@ class HookedModel:
             if context and any(p.requires_grad for p in module.parameters()):
                 handles.append(module.register_forward_pre_hook(partial(self._open, context, taps.get(module))))
                 handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
-        for place, module in enumerate(self.dropouts):
-            handles.append(module.register_forward_pre_hook(partial(self._share, place), with_kwargs=True))
-            handles.append(module.register_forward_hook(self._close, always_call=True, prepend=True))
         handles.append(self.model.register_forward_hook(self._after_model, with_kwargs=True, always_call=True))
         self._handles = handles
 
@@ -141,10 +132,6 @@ class HookedModel:
         while self._opened:
             self._opened.pop()[1].__exit__(None, None, None)
         self._without_caches.close()
-
-    def begin_draw(self, numbers: int | None) -> None:
-        """Draw the masks of :attr:`dropouts` from these numbers from now on; with None as they come."""
-        self.numbers_of_draw, self._shapes_of_draw = numbers, {}
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -262,25 +249,6 @@ class HookedModel:
     def _close(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._opened and self._opened[-1][0] is module:
             self._opened.pop()[1].__exit__(None, None, None)
-
-    def _share(self, place: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Let a dropout module draw the same mask in all physical batches of a draw, and when activation checkpointing
-        runs it again."""
-        if self._suspended or self.numbers_of_draw is None or not module.training:
-            return
-        x, *_ = (*args, *kwargs.values())
-        if (shape := self._shapes_of_draw.setdefault(place, x.shape)) != x.shape:
-            path = next(name for name, each in self.model.named_modules() if each is module)
-            raise ValueError(
-                f"'{path}' draws one mask for all rows of a physical batch, and it is as large as the batch is long: "
-                f"{tuple(x.shape)} here, and {tuple(shape)} in another batch of this draw. Which rows share a mask "
-                "would depend on the other examples, which clipping does not bound. Pad all rows to one length "
-                "(padding='max_length'), set p = 0.0 of this dropout, or let a physical batch hold every draw "
-                "(per_device_train_batch_size, max_physical_batch_size)."
-            )
-        opened = seeded_global_generators([self.numbers_of_draw, place], x.device)
-        opened.__enter__()
-        self._opened.append((module, opened))
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         if not self._suspended:

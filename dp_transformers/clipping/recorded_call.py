@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,19 +47,6 @@ class BackwardPass(CallObserver, Protocol):
         """Form the clipped sums after all taps were reached. Return the (B,) gradient norms."""
 
 
-class ModelCall(NamedTuple):
-    """One call of the model: its arguments and its output.
-
-    Attributes:
-        autocast: The device type, the precision, and True if autocast was on around the call.
-    """
-
-    args: tuple
-    kwargs: dict[str, Any]
-    output: Any
-    autocast: tuple[str, torch.dtype, bool]
-
-
 class ForwardPass:
     """One forward pass of the model.
 
@@ -93,7 +80,6 @@ class ForwardPass:
         self.positions: set[int] = set()  # possible numbers of positions of an example
         self.whole: set[Owner] = set()  # owners that could not run one example at a time
         self.unknown: Owner | None = None  # an owner that was called differently than in the self-check
-        self.calls: list[ModelCall] = []  # those of the model that are looked at beside other rows
         self.low_precision = torch.float32
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward

@@ -16,7 +16,6 @@ import torch
 from torch.utils._pytree import keystr, tree_leaves_with_path
 from torch.utils.data import DataLoader, Dataset
 
-from ..clipping.checks.padding import is_of_targets
 from ..mechanism.sampling import Draw, DrawSampler
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds
@@ -24,7 +23,7 @@ from .columns import are_same, size_of, tensors_of
 from .examples import Examples
 from .joining import Joiner, Sizes
 from .known_collators import acts_on_rows_alone, kind_of, sizes_of
-from .padding import Padding, padding_before, paddings_of, refuse_packed, require_mask, traits_of
+from .padding import refuse_packed, require_mask, sizes_by_mask
 from .ranks import require_same_rows
 from .stored_rows import refuse_rows_loaded_from_one
 
@@ -38,16 +37,16 @@ class PhysicalBatch:
     Attributes:
         rows: What the collator returned for single examples, joined.
         size: The number of rows in it.
-        paddings: How some of its rows were padded, by columns; empty where none was.
-        traits: The kinds of masks and counts in it (:func:`dp_transformers.data.padding.traits_of`).
+        sizes: How rows are padded, by columns: in which dimensions, on which side, and how long each row is.
+        came_padded: Whether they were padded before they were collated, as their mask says.
         fillers: How many of its rows, the last ones, have weight 0. They fill a batch up to a fixed size, keep ranks
             in step, or stand for an empty draw.
     """
 
     rows: Any
     size: int
-    paddings: tuple[Padding, ...] = ()
-    traits: frozenset = frozenset()
+    sizes: Sizes = field(default_factory=dict)
+    came_padded: bool = False
     fillers: int = 0
 
     @property
@@ -55,14 +54,10 @@ class PhysicalBatch:
         """How many of its rows, the first ones, are examples of the draw."""
         return self.size - self.fillers
 
-    def padded_arguments(self, padding: Padding, args: tuple, kwargs: dict) -> dict[str, tuple[int, ...]] | None:
-        """Return by path in which dimensions an argument of the model, or of a loss, is a column that is padded so;
-        none where it is another column. Arguments that are no columns are left out. None where one of those might be,
-        and might be one that is padded otherwise to the same length."""
-        if padding.columns is None:
-            return {}
-        columns = list(tensors_of(self.rows))
-        found, others = {}, False
+    def sizes_of(self, args: tuple, kwargs: dict) -> Sizes:
+        """Return how the arguments of a call are padded that are columns of this batch, by their paths
+        (``torch.utils._pytree.keystr``); nothing in it for a column that is not padded."""
+        columns, found = list(tensors_of(self.rows)), {}
         for path, x in tree_leaves_with_path((args, kwargs)):
             if not isinstance(x, torch.Tensor):
                 continue
@@ -72,13 +67,12 @@ class PhysicalBatch:
                 (name for name, y in same if y.dtype == x.dtype and are_same(x, y.to(x.device))), None
             )
             if name is not None:
-                found[keystr(path)] = padding.columns.get(name, ())
+                found[keystr(path)] = self.sizes.get(name, {})
             elif is_of_targets(own_name):  # made of them
-                found[keystr(path)] = (1,) if any(map(is_of_targets, padding.columns)) else ()
-            else:
-                others |= padding.length in x.shape[1:]
-        is_one_of_two = sum(each.length == padding.length for each in self.paddings) > 1
-        return None if others and is_one_of_two else found
+                padded = any(map(is_of_targets, self.sizes))
+                targets = next((self.sizes[each] for each in self.sizes if is_of_targets(each)), {})
+                found[keystr(path)] = {1: targets[1]} if padded and 1 in targets else {}
+        return found
 
     def pin_memory(self) -> PhysicalBatch:
         from torch.utils.data._utils.pin_memory import pin_memory
@@ -155,8 +149,6 @@ class LogicalBatches(Dataset):
         self._joiner = Joiner(self._examples.together, len(dataset))
         self.physical_batch_size, self._fill, self._copies = physical_batch_size, fill, copies
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
-        # the columns that were always padded like the mask
-        self._columns_of_mask: Mapping[str, tuple[int, ...]] | None = None
         self._own_columns: set[str] = set()  # of the examples as they are loaded
         self._filler: PhysicalBatch | None = None
         if distributed.world_size() > 1:
@@ -220,20 +212,15 @@ class LogicalBatches(Dataset):
         that no row gets more padding than without them."""
         fillers = self.physical_batch_size - len(rows) if self._fill else 0
         batch, sizes = join([*rows, *[rows[0]] * fillers])
-        paddings = paddings_of(sizes)
         refuse_packed(batch)
-        require_mask(batch, paddings, self._own_columns)
-        self._note_columns_of_mask(paddings)
-        if not paddings and (before := padding_before(batch)) is not None:
-            paddings = [replace(before, columns=self._columns_of_mask)]
-        size = len(rows) + fillers
-        return PhysicalBatch(batch, size, tuple(paddings), traits_of(batch, size), fillers)
+        require_mask(batch, sizes, self._own_columns)
+        before = {} if sizes else sizes_by_mask(batch)
+        return PhysicalBatch(batch, len(rows) + fillers, sizes or before, bool(before), fillers)
 
-    def _note_columns_of_mask(self, paddings: Sequence[Padding]) -> None:
-        for padding in paddings:
-            if padding.columns is not None and "attention_mask" in padding.columns:
-                known = self._columns_of_mask or padding.columns
-                self._columns_of_mask = {name: dims for name, dims in known.items() if name in padding.columns}
+
+def is_of_targets(name: str) -> bool:
+    """Whether an argument or a column is named like targets, or like what a decoder is given of them."""
+    return "label" in name or name.startswith("decoder")
 
 
 def _only_item(items: list[LogicalBatch]) -> LogicalBatch:

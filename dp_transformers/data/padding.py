@@ -1,9 +1,8 @@
-"""Padding of the rows of a batch, and other things about it for which a model may compute otherwise."""
+"""Rows that came padded or packed: how long they are by their mask, and what no batch may be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,94 +10,28 @@ import torch
 from .joining import Sizes, tensors_of
 
 
-@dataclass(frozen=True)
-class Padding:
-    """Padding that one row of a physical batch was given, in some of its columns.
-
-    Attributes:
-        row: Which row of the batch.
-        own_t: (T,) bool, the positions that are the row's own.
-        by_others: Longer rows of the batch decide how much padding the row gets. False: it was padded before the
-            collator saw it, to one length or to that of a longer example.
-        fills: Whether some row of the batch has no padding.
-        columns: The columns that are padded so, and in which dimensions, beside that of the rows; None where that is
-            not known.
-    """
-
-    row: int
-    own_t: torch.Tensor
-    by_others: bool
-    fills: bool
-    columns: Mapping[str, tuple[int, ...]] | None = None
-
-    @property
-    def length(self) -> int:
-        return len(self.own_t)
-
-    @property
-    def kind(self) -> tuple:
-        """Paddings of one kind are checked once: columns, side, and lengths to within a factor of two."""
-        names = None if self.columns is None else frozenset(self.columns)
-        own = self.own_t.nonzero().flatten().tolist() or [0]
-        sides = own[0] > 0, own[-1] < self.length - 1, len(own) < own[-1] - own[0] + 1
-        return (names, self.by_others, *sides, self.length.bit_length(), len(own).bit_length())
+def sizes_by_mask(batch: Any) -> Sizes:
+    """Return how the rows of a batch were padded before they were collated, by its mask; nothing where none was, no
+    row fills them, or some row has padding that is not on one side."""
+    columns = dict(tensors_of(batch)) if isinstance(batch, Mapping) else {}
+    mask = columns.get("attention_mask")
+    if mask is None or mask.dim() != 2 or mask.is_floating_point() or bool((mask != 0).all()):
+        return {}
+    own_bt, longest = mask != 0, mask.shape[1]
+    own = [n or longest for n in own_bt.sum(1).tolist()]
+    on_left = bool((~own_bt[:, 0] & own_bt[:, -1]).any())
+    positions = torch.arange(longest)
+    ends = torch.tensor(own)[:, None]
+    expected_bt = positions >= longest - ends if on_left else positions < ends
+    if max(own) < longest or not bool((own_bt == expected_bt).all(1).logical_or(~own_bt.any(1)).all()):
+        return {}
+    side = "left" if on_left else "right"
+    return {name: {1: (side, own)} for name, x in columns.items() if x.shape[:2] == mask.shape and not _scores(x)}
 
 
-def paddings_of(sizes: Sizes) -> list[Padding]:
-    """Return the padding of the shortest row of each column, with the columns together that are padded alike in one
-    row."""
-    columns: dict[tuple, dict[str, tuple[int, ...]]] = {}
-    for name, of_column in sizes.items():
-        for d, (side, own) in of_column.items():
-            row = min(range(len(own)), key=own.__getitem__)
-            found = columns.setdefault((row, side, own[row], max(own)), {})
-            found[name] = (*found.get(name, ()), d)
-    paddings = []
-    for (row, side, own, longest), dims in columns.items():
-        positions = torch.arange(longest)
-        own_t = positions < own if side == "right" else positions >= longest - own
-        paddings.append(Padding(row, own_t, True, True, dims))
-    return paddings
-
-
-def padding_before(batch: Any) -> Padding | None:
-    """Return the padding of the row that has most of it by the mask of the batch, and had it before it was
-    collated."""
-    mask_bt = _mask_of(batch)
-    if mask_bt is None or bool(mask_bt.all()):
-        return None
-    lengths_b = mask_bt.sum(1)
-    row = int(lengths_b.masked_fill(lengths_b == 0, mask_bt.shape[1]).argmin())
-    return Padding(row, mask_bt[row], False, bool(mask_bt.all(1).any()))
-
-
-def _mask_of(batch: Any) -> torch.Tensor | None:
-    """Return which positions are not padding, as the batch itself says: (B, T) bool."""
-    found = dict(tensors_of(batch)).get("attention_mask") if isinstance(batch, Mapping) else None
-    if found is None or found.dim() < 2 or found.is_floating_point():
-        return None
-    mask = found != 0
-    # choices of an example are padded to each other's length anyway
-    return mask.flatten(1, -2).any(1) if mask.dim() > 2 else mask
-
-
-def traits_of(batch: Any, size: int) -> frozenset:
-    """Return what kinds of masks and counts a batch has, for which rules may compute otherwise: the self-check runs
-    for each that is new.
-
-    Of every mask the sides on which it hides something; every column of whole numbers, one for each example, that
-    varies.
-    """
-    traits = set()
-    for name, x in tensors_of(batch):
-        if x.is_floating_point() or x.is_complex() or not x.dim() or len(x) != size:
-            continue
-        if x.dim() == 1 and size > 1 and "label" not in name:
-            traits |= {(name, "varies")} if bool((x != x[0]).any()) else set()
-        elif "mask" in name and x.numel():
-            sides = (("left", x[..., 0]), ("right", x[..., -1]))
-            traits |= {(name, side) for side, column in sides if bool((column == 0).any())}
-    return frozenset(traits)
+def _scores(x: torch.Tensor) -> bool:
+    """Whether it may be a number for each class."""
+    return x.dim() == 2 and x.is_floating_point()
 
 
 # ---- what no batch may be ----
@@ -108,9 +41,9 @@ MAIN_INPUTS = ("input_ids", "input_values", "input_features", "inputs_embeds")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # what packing and flattening collators add
 
 
-def require_mask(batch: Any, paddings: Sequence[Padding], own_columns: set[str]) -> None:
+def require_mask(batch: Any, sizes: Sizes, own_columns: set[str]) -> None:
     """Raise ValueError for texts or sounds of the data set that are padded without a mask."""
-    names = {name for padding in paddings for name in padding.columns or ()} & {*MAIN_INPUTS} & own_columns
+    names = sizes.keys() & {*MAIN_INPUTS} & own_columns
     if names and isinstance(batch, Mapping) and "attention_mask" not in batch:
         raise ValueError(
             f"examples of different lengths ('{min(names)}') were padded without an attention_mask, so how much "

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..clipping import PerExampleClipper
-from ..clipping.checks.rare_looks import RareLooks
-from ..clipping.checks.synthetic import is_batch_second
+from ..clipping.checks.losses import expect_same_alone
+from ..clipping.checks.outputs import is_batch_second
+from ..clipping.checks.rows import Rows
 from ..clipping.errors import warn_once
-from ..losses.loss_checks import OFTEN, RATE, drawn_for_all_rows, refuse_losses_of_other_rows, refuse_losses_of_padding
 from ..step.step import Given
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,6 @@ class PrivateCriterion:
             _given=criterion,
             _clipper=clipper,
             _current_batch=current_batch,
-            _paddings=set[tuple](),  # whose kinds were looked at
-            _looks=RareLooks(RATE, OFTEN),
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -93,10 +91,7 @@ class PrivateCriterion:
         loss = getattr(losses_b, self.reduction)(0)
         if not loss.requires_grad:
             return loss
-        if self._looks.is_due():
-            self._look_at_other_rows(args, kwargs, losses_b)
-        if self._clipper.batch_first:  # where positions come first, they are no rows
-            self._look_at_padding(args, kwargs)
+        self._compare(args, kwargs, losses_b)
         return _ClippedBackward.apply(
             torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
         )
@@ -128,37 +123,29 @@ class PrivateCriterion:
         with self._clipper.again():
             return self._by_example(self._each(args, kwargs), args, kwargs)
 
-    def _look_at_other_rows(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
-        """Raise ValueError if the loss of an example is another one beside other examples, and tell the clipper of
-        numbers that it draws for all of them together."""
-        given, structure = tree_flatten((args, kwargs))
+    def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
+        """Raise ValueError if the loss of an example, or its gradient, is another one alone and unpadded, where rows
+        of this batch were compared."""
+        given, (leaves, structure) = self._current_batch(), tree_flatten((args, kwargs))
         batch_first, size = self._clipper.batch_first, len(losses_b)
-        if not batch_first and any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in given):
-            return  # as many positions as examples, of which nobody knows which come first
-        are_second = [isinstance(x, torch.Tensor) and is_batch_second(x, size, batch_first=batch_first) for x in given]
+        is_square = any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in leaves)
+        if not self._clipper.compares_rows or (is_square and not batch_first):  # nobody knows which come first
+            return
+        are_second = [
+            isinstance(x, torch.Tensor) and is_batch_second(x, size, batch_first=batch_first) for x in leaves
+        ]
 
-        def swapped(leaves: list[Any]) -> Any:
-            swaps = zip(leaves, are_second, strict=True)
+        def swapped(args: tuple, kwargs: dict) -> Any:
+            swaps = zip(tree_leaves((args, kwargs)), are_second, strict=True)
             return tree_unflatten([x.transpose(0, 1) if is_second else x for x, is_second in swaps], structure)
 
-        def loss(args: tuple, kwargs: dict) -> torch.Tensor:
-            args, kwargs = swapped(tree_leaves((args, kwargs)))
+        def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+            args, kwargs = swapped(args, kwargs)
             return self._losses_of(*args, **kwargs)
 
-        refuse_losses_of_other_rows(loss, swapped(given), losses_b, self._looks.number)
-        self._clipper.note_shared_numbers(drawn_for_all_rows(loss, swapped(given), losses_b, self._looks.number))
-
-    def _look_at_padding(self, args: tuple, kwargs: dict) -> None:
-        """Raise ValueError if padding that others decide over changes an example's loss; once for every kind of it."""
-        if (given := self._current_batch()) is None:
-            return
-
-        for padding in given.batch.paddings:
-            is_new = padding.by_others and padding.kind not in self._paddings
-            if is_new and refuse_losses_of_padding(
-                self._losses_of, args, kwargs, given.batch, padding, self._looks.number
-            ):
-                self._paddings.add(padding.kind)
+        sizes = {} if given is None else given.batch.sizes_of(args, kwargs)
+        args, kwargs = swapped(args, kwargs)
+        expect_same_alone(losses_of, Rows(args, kwargs, size, sizes))
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Return True for each loss that counts in a mean: all but those of the criterion's ``ignore_index``."""

@@ -226,8 +226,8 @@ class PrivacyEngine:
                 to save time. "auto" is half of what the device has free after some steps, and at most a quarter of
                 what was in use. The modes are "auto", "book_keeping" and "ghost".
             poisson_sampling: It must be True, since ε is that of Poisson sampling.
-            self_check: Whether clipping is compared with one example at a time, on synthetic input, before the first
-                step.
+            self_check: Whether clipping is compared with one example at a time, on rows of the first batch and of
+                others that are new.
             max_examples_per_person: How many rows of the data one person may have. ε protects one row;
                 :meth:`privacy_spent` then also says what protects all rows of one person.
             loss_bound: With it :attr:`private_loss` is released in each step: the mean of the losses, each clipped to

@@ -10,9 +10,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from ..clipping import PerExampleClipper
-from ..clipping.checks.rare_looks import RareLooks
-from ..runtime.randomness import seeded_global_generators
 from .heads import (
     PerExampleLoss,
     decoder_inputs,
@@ -22,7 +19,6 @@ from .heads import (
     refuse_missing_decoder_inputs,
     without_targets_of_padding,
 )
-from .loss_checks import OFTEN, RATE, RATE_OF_MODELS, drawn_for_all_rows, refuse_losses_of_other_rows
 
 
 def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
@@ -85,7 +81,6 @@ class ExampleLosses:
     def __init__(self, loss: PerExampleLoss, label_names: Sequence[str], *, predicts_next: bool = False):
         self.loss, self._label_names, self._predicts_next = loss, label_names, predicts_next
         self._runs_the_model = runs_the_model(loss)
-        self._looks = RareLooks(RATE_OF_MODELS) if self._runs_the_model else RareLooks(RATE, OFTEN)
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
         """Return the (B,) losses, and the model's outputs; without outputs where the loss has called the model."""
@@ -141,36 +136,3 @@ class ExampleLosses:
         labels = tuple(inputs[name] for name in self._label_names)
         labels = labels[0] if len(labels) == 1 else labels
         return without_targets_of_padding(labels, inputs.get("attention_mask")) if self._predicts_next else labels
-
-    def refuse_losses_over_the_batch(
-        self, clipper: PerExampleClipper, losses: torch.Tensor, outputs: Any, inputs: Mapping[str, Any]
-    ) -> None:
-        """Raise ValueError if the losses of half of the rows change when these rows replace all others, and tell the
-        clipper who draws numbers that all rows share: at first in every physical batch, then ever more rarely and by
-        chance; on ranks that hold parts of the model in the same ones."""
-        if not self._looks.is_due():
-            return
-        seed, model = self._looks.number, clipper.model
-
-        def again(*args: Any) -> torch.Tensor:
-            with clipper.again():
-                return self.loss(*args)
-
-        if not self._runs_the_model:
-            given = outputs, self._labels_of(inputs)
-            refuse_losses_of_other_rows(again, given, losses, seed)
-            clipper.note_shared_numbers(drawn_for_all_rows(again, given, losses, seed))
-            return
-
-        def loss(rows: Mapping[str, Any]) -> torch.Tensor:
-            return again(model, dict(rows))
-
-        if len(losses) > 1:
-            refuse_losses_of_other_rows(loss, (dict(inputs),), losses, seed, goes_back=False)
-            if not (clipper.shards or clipper.parallel):  # ranks would have to run the model equally often
-                known = clipper.dropouts_for_all_rows
-                clipper.note_shared_numbers(drawn_for_all_rows(loss, (dict(inputs),), losses, seed, known))
-            return
-        for _ in range(3):  # ranks that hold parts of the model run it equally often
-            with torch.no_grad(), seeded_global_generators([seed], losses.device):
-                loss(inputs)

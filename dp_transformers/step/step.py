@@ -8,8 +8,8 @@ contract is checked in each step of both loops, when it matters, and not once be
 * A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), and forward and backward
   run once over it (:meth:`PrivateStep.begin_sum`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
-* Exactness is checked again for masks and counts of another kind, and padding for every new kind of it
-  (:mod:`.checks.batch_checks`).
+* Clipping is compared with one row at a time whenever something about a batch is new, and by chance
+  (:meth:`PrivateStep.check`).
 * The step owns the clipped sums and what clips, and hands both to the clipper: ``p.grad`` is None until the release,
   so nothing that a loop does to it has a part in what is noised (:meth:`PrivateStep.add`). The step is on the ledger
   before its noise exists (:meth:`PrivateStep.release`).
@@ -18,6 +18,7 @@ contract is checked in each step of both loops, when it matters, and not once be
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,14 +27,15 @@ from typing import Any, cast
 
 import torch
 
-from ..checks.batch_checks import BatchChecks
 from ..checks.validation import validate_optimizer
 from ..clipping import PerExampleClipper
-from ..clipping.checks.synthetic import LossFunction
+from ..clipping.checks.outputs import LossFunction
+from ..clipping.errors import SelfCheckError
 from ..clipping.gradient_sums import GradientSums
 from ..clipping.loss_graph import BatchLoss
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
 from ..data.mixup import refuse_mixed
+from ..losses.heads import refuse_targets_padded_on_the_left
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
 from ..mechanism.mechanism import Mechanism
 from ..noise.add_noise import add_noise_and_divide
@@ -45,6 +47,8 @@ from ..runtime.randomness import SecretSeeds, require_unseeded
 from .gradients import ReleasedGradients
 from .releases import LOSS, NoisedShare, PrivateLoss, loss_release
 from .run import PrivateRun
+
+logger = logging.getLogger(__name__)
 
 
 class _Stage(Enum):
@@ -58,14 +62,12 @@ class Given:
     Attributes:
         draw: The number of the draw that the batch is a part of.
         last_of_draw: Whether it is the last physical batch of that draw.
-        is_whole_draw: Whether it is the only one.
         refusal: Why no sum may be formed of it; None if one may.
     """
 
     batch: PhysicalBatch
     draw: int
     last_of_draw: bool
-    is_whole_draw: bool = False
     refusal: str | None = None
     stage: _Stage = _Stage.GIVEN
 
@@ -126,7 +128,8 @@ class PrivateStep:
         self.loss: torch.Tensor | None = None
         self._trained, self._validated = {id(p) for p in clipper.parameters}, own_optimizer
         self._released = 0  # how many steps the noise source has served
-        self._checks = BatchChecks(clipper, data, announce, label_names)
+        self._announce, self._label_names = announce, list(label_names)
+        self._lengths_that_came, self._is_chosen_length = set[int](), False  # of rows that were padded before
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
         self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
         self.given: Given | None = None
@@ -181,8 +184,7 @@ class PrivateStep:
         self.number = draw.step
         self._begin_draw()
         batches, clipper = list(draw.batches), self.clipper
-        # a mask may be as large as the batch is long, which ranks would have to tell each other
-        clipper.begin_draw(None if self._has_ranks else self._seeds.number(f"masks of draw {draw.number}"))
+        clipper.begin_draw()
         clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
         rounds = max(
             self._at_least,
@@ -192,9 +194,8 @@ class PrivateStep:
         for i, batch in enumerate(batches):
             if draw.number <= self._dropped_draw or self._is_closed:
                 return
-            is_last, is_whole = i == len(batches) - 1, len(draw.batches) <= 1 and not self._has_ranks
             refusal = self._left_undone(draw.number)
-            self.given = Given(batch, draw.number, is_last, is_whole, refusal)
+            self.given = Given(batch, draw.number, i == len(batches) - 1, refusal)
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             if self._own_optimizer is None:  # DPTrainer's next call computes the losses
@@ -277,16 +278,63 @@ class PrivateStep:
         """Let a loop's backward pass refuse gradients at a row's padding. DPTrainer's losses are looked at
         themselves."""
         if self.given is not None and self._own_optimizer is not None:
-            self._checks.expect_no_gradient_at_padding(self.given.batch, output)
+            self.clipper.expect_no_gradient_at_padding(output, self.given.batch.sizes)
 
     def current_batch(self) -> Given | None:
         """Return the physical batch that is worked on; None between the batches."""
         return None if self.given is None or self.given.stage is _Stage.DONE else self.given
 
     def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> None:
-        """Check what is new about the batch in the hands of the loop (:meth:`.BatchChecks.check`)."""
-        if self.given is not None:
-            self._checks.check(self.given.batch, args, kwargs, loss_function)
+        """Compare rows of the batch in the hands of the loop with each alone, if something about them is new
+        (:meth:`.PerExampleClipper.compare`).
+
+        Raises:
+            SelfCheckError: clipping is not exact for such a batch, or its padding changes gradients.
+        """
+        given, clipper = self.given, self.clipper
+        if given is None:
+            return
+        clipper.require_same_parameters()  # before a check meets what was changed
+        if clipper.self_check:
+            refuse_targets_padded_on_the_left(clipper.model, kwargs, self._label_names)
+        secret = self._seeds.number(f"row of draw {given.draw}")
+        compare = partial(clipper.compare, args, kwargs, loss_function, secret=secret)
+        try:
+            seconds = compare(*self._how_padded(given.batch))
+        except SelfCheckError as error:
+            self._require_chosen_length(given.batch, error)
+            seconds = compare()
+        if seconds is not None:
+            self._announce(
+                f"self-check passed in {seconds:.1f} s: rows of the first batch have the gradients, the clipped sum "
+                "and the losses that they have one at a time"
+            )
+
+    def _how_padded(self, batch: PhysicalBatch) -> tuple[Any, ...]:
+        """Return how a batch is padded, by columns and by the arguments of a call; nothing where rows came padded to
+        a length that was chosen."""
+        if batch.came_padded:
+            self._lengths_that_came |= {max(own) for of in batch.sizes.values() for _, own in of.values()}
+            if self._is_chosen_length:
+                return ()
+        return batch.sizes, batch.sizes_of
+
+    def _require_chosen_length(self, batch: PhysicalBatch, error: SelfCheckError) -> None:
+        """Raise what was found of rows that others pad. Those that came padded to one length may all have one that was
+        chosen, and that no row decides."""
+        if not batch.came_padded or len(self._lengths_that_came) > 1 or self._is_chosen_length:
+            raise error
+        if self._data.has_one_longest():
+            raise SelfCheckError(
+                f"{error} One row alone fills the positions that rows came padded to, so it seems to have decided how "
+                "many those are. If you chose them, choose more, so that no row fills them (max_length)."
+            ) from error
+        self._is_chosen_length = True
+        logger.warning(
+            "rows came padded to one length, %d, which several rows fill. If it is the length of the longest example, "
+            "and not one that was chosen without looking at the data, this is not private: %s",
+            *self._lengths_that_came, error,
+        )  # fmt: skip
 
     # ---- clipped sums ----
 
@@ -353,8 +401,6 @@ class PrivateStep:
                 "given, call make_private with batch_first=False."
             )
         require_unseeded("the model's forward pass, or what ran between it and backward()")
-        if (sharing := self.clipper.draw_for_all_rows) and not given.is_whole_draw:
-            _refuse_numbers_for_all_rows(sharing)
         if given.draw != self._summed_draw:
             self._summed_draw = given.draw
             self._begin_draw()
@@ -476,20 +522,6 @@ class PrivateStep:
         else:
             self.gradients.drop()  # whatever somebody put there: nothing is stepped with
             given.stage = _Stage.DONE
-
-
-def _refuse_numbers_for_all_rows(names: Sequence[str]) -> None:
-    """Raise ValueError for random numbers that the rows of a physical batch share, where a draw has several."""
-    others = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    raise ValueError(
-        f"the model draws random numbers that all rows of a physical batch share ({', '.join(names[:3])}{others}), or "
-        "its loss does: a coin that leaves a layer out (layerdrop), a number of masked spans (SpecAugment), one "
-        "dropout mask for every row, noise on a weight, one temperature. This draw has several physical batches, here "
-        "or with other processes, and which rows share a number depends on the other examples, which clipping does "
-        "not bound. Set that probability to 0 (layerdrop=0.0 and mask_time_prob=0.0 in the configuration, p = 0.0 of "
-        "such a dropout), let the module draw for each row, or let a physical batch of one process hold every draw "
-        "(per_device_train_batch_size, max_physical_batch_size)."
-    )
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:

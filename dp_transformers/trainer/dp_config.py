@@ -101,8 +101,8 @@ class DPTrainingArguments(TrainingArguments):
         dp_seed (`int`, *optional*):
             A fixed seed of draws and noise, for tests only: whoever knows it knows the noise, so nothing is private.
         self_check (`bool`, defaults to `True`):
-            Whether clipping is compared with the gradients of one example at a time before the first step. The run is
-            reported as not verified otherwise.
+            Whether clipping is compared with the gradients of one example at a time, on rows of the first batch and of
+            others that are new. The run is reported as not verified otherwise.
         data_digest (`bool`, defaults to `True`):
             Write a keyed digest of the training data into `privacy.json`. Every row is read for it.
         loss_bound (`float`, *optional*):

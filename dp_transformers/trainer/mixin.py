@@ -330,10 +330,9 @@ class DPTrainerMixin(Base):
                     f"the collator returns a {type(rows).__name__}, and the model is called with the names of its "
                     "arguments: let it return a dictionary of tensors."
                 )
-            step.check((), dict(rows), self.losses_to_check)
+            step.check((), dict(rows), self._losses_of)
             with self.compute_loss_context_manager():
-                losses, outputs = self._example_losses(self.model, rows)
-                self._example_losses.refuse_losses_over_the_batch(step.clipper, losses, outputs, rows)
+                losses, _ = self._example_losses(self.model, rows)
             step.add(losses)
             if self.args.log_raw_metrics:
                 own_losses = losses.detach()[: given.batch.examples]
@@ -348,9 +347,10 @@ class DPTrainerMixin(Base):
             self._raw_losses.append(raw)
         return torch.zeros_like(raw) if step.loss is None else step.loss.to(raw.device)
 
-    def losses_to_check(self, **rows: Any) -> torch.Tensor:
-        """Compute the (B,) losses of made-up rows, on which clipping is compared with one example at a time."""
-        return self._example_losses(self.model, rows)[0]
+    def _losses_of(self, **rows: Any) -> torch.Tensor:
+        """Compute the (B,) losses of some rows of a batch, for which clipping is compared with one at a time."""
+        with self.compute_loss_context_manager():
+            return self._example_losses(self.model, rows)[0]
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -92,11 +92,6 @@ class DPDPOTrainer(PairsMixin, DPOTrainer):
         """Compute the (B,) losses of a training batch."""
         return self._losses(model, inputs, self._reference(model, inputs))
 
-    def losses_to_check(self, **rows: Any) -> torch.Tensor:
-        """Compute the losses of invented rows with the model itself as the reference: another reference has unrelated
-        log-probabilities of such texts, and far from them a loss may have no gradient."""
-        return self._losses(self.model, rows, None)
-
     def _losses(self, model: nn.Module, inputs: Mapping[str, Any], reference: Pair | None) -> torch.Tensor:
         """Compute the (B,) losses, given the reference's log-probabilities of the texts (None: the model's own)."""
         texts = _texts(inputs)

@@ -68,7 +68,7 @@ def test_all_parameters_are_covered_and_exact_in_every_mode(name, folder, capfd)
     for mode, row in modes.items():
         assert row["milliseconds"] > 0 and row["MiB"] > 0
         if mode != "without privacy":
-            assert 0 < max(row["norm error"], row["sum error"], row["locality error"]) < 1e-3
+            assert 0 < max(row["norm error"], row["sum error"], row["loss error"]) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from ..engine import ClippingEngine
 from ..escape import dtypes_in_graph
 from ..precision import HALF, full_products, product_settings, without_autocast
-from .synthetic import evaluating, kept_buffers
+from .outputs import evaluating, kept_buffers
 
 logger = logging.getLogger(__name__)
 

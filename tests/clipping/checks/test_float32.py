@@ -54,19 +54,6 @@ class SubtractsFromHidden(nn.Module):
         return self.fc(h - self.share * h.mean(0))
 
 
-class SubtractingHead(nn.Linear):
-    def forward(self, x):
-        return super().forward(x - 0.05 * x.mean(0))
-
-
-def bert_with_a_head_that_mixes():
-    model = build("bert")
-    head = SubtractingHead(32, 3)
-    head.load_state_dict(model.classifier.state_dict())
-    model.classifier = head
-    return model
-
-
 def in_bf16(make, way, mode, x, **kwargs):
     """One clipped sum, after the self-check."""
     torch.manual_seed(0)
@@ -85,13 +72,13 @@ def in_bf16(make, way, mode, x, **kwargs):
 @pytest.mark.parametrize(
     "make",
     [AttendsOverBatch, lambda: AttendsOverBatch(residual=True), lambda: FrozenEncoder(False),
-     lambda: SubtractsFromHidden(0.2), lambda: SubtractsFromHidden(0.01), bert_with_a_head_that_mixes],
-    ids=["attention over the batch", "with a residual", "batch_first forgotten", "a fifth of the mean", "a hundredth", "BERT's head"],
+     lambda: SubtractsFromHidden(0.2), lambda: SubtractsFromHidden(0.01)],
+    ids=["attention over the batch", "with a residual", "batch_first forgotten", "a fifth of the mean", "a hundredth"],
 )  # fmt: skip
 def test_examples_that_influence_each_other_in_bf16(make, way, mode):
     """Removing one of 32 examples moved the first three models' clipped sums by 5 to 9 C, and bf16's own tolerance is
     10%."""
-    x = torch.randint(0, 1000, (8, 6)) if make is bert_with_a_head_that_mixes else torch.randn(32, 6, 8)
+    x = torch.randn(32, 6, 8)
     with pytest.raises(ValueError, match="another example|mixes examples|batch_first=True"):
         in_bf16(make, way, mode, x)
 
@@ -160,7 +147,7 @@ class CastsByItself(nn.Module):
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_autocast_that_the_model_enters_is_off_too(mode, caplog):
-    with pytest.raises(SelfCheckError, match="another example"):
+    with pytest.raises(SelfCheckError, match="mixes examples"):
         PerExampleClipper(CastsByItself("autocast"), 1.0, mode=mode).model(torch.randn(6, 3, 8))
     PerExampleClipper(CastsByItself("autocast", share=0), 1.0, mode=mode).model(torch.randn(6, 3, 8))
     assert "could not be checked" not in caplog.text
@@ -186,7 +173,7 @@ def test_what_does_not_run_in_float32_is_checked_as_it_trains(inside, caplog):
 def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
     scale_linear_rule(monkeypatch, lambda module, backprops: 0.7 if backprops.dtype == torch.bfloat16 else 1.0)
     for way in WAYS_TO_BF16:
-        with pytest.raises(SelfCheckError, match=r"not exact.*allowed 1e-01"):
+        with pytest.raises(SelfCheckError, match="not exact"):
             in_bf16(
                 lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()),
                 way,

@@ -6,7 +6,7 @@ from layers import Attends
 from models import SHORT, batch_for, build
 from torch import nn
 
-from dp_transformers.clipping.checks.example_mixing import find_example_mixing
+from dp_transformers.checks.find_mixing import find_example_mixing
 
 
 class Centred(nn.Module):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ...runtime.randomness import forked_generators
-from ..batch_dims import batch_size_of
-from ..ragged import packed, unpacked
-from .synthetic import arguments_of, floating_tensors, has_batch, kept_buffers, projected, replace_example, with_rows
+from ..clipping.batch_dims import batch_size_of
+from ..clipping.checks.outputs import arguments_of, floating_tensors, has_batch, kept_buffers, projected, with_rows
+from ..clipping.ragged import Ragged, is_ragged, packed, unpacked
+from ..runtime.randomness import forked_generators
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
     outputs = _projected_outputs(model, args, kwargs, size)
     modules: dict[int, str] = {}
     for j in range(size):
-        moved = _projected_outputs(model, *replace_example(args, kwargs, size, j, (j + 1) % size), size)
+        moved = _projected_outputs(model, *_with_copy(args, kwargs, size, j, (j + 1) % size), size)
         for number, ((where, out_b), (_, moved_b)) in enumerate(zip(outputs, moved, strict=False)):
             differs_b = ~torch.isclose(out_b, moved_b, rtol=1e-4, atol=1e-5 * float(out_b.abs().max()))
             differs_b[j] = False
@@ -75,6 +75,17 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
                 if number == len(outputs) - 1:  # the model itself
                     pairs |= {(i, j) for i in differs_b.nonzero().flatten().tolist()}
     return ExampleMixing(sorted(pairs), modules[min(modules)] if modules else None) if pairs else None
+
+
+def _with_copy(args: tuple, kwargs: dict, size: int, row: int, source: int) -> tuple[tuple, dict]:
+    """Example ``row`` becomes a copy of another, so that its content is valid whatever it is."""
+
+    def change(x: Any) -> Any:
+        if isinstance(x, Ragged):  # as long as it was, so that random numbers stay where they are
+            return replace(x, padded=change(x.padded))
+        return torch.cat([x[:row], x[source : source + 1], x[row + 1 :]]) if has_batch(x, size) else x
+
+    return tree_map(change, (args, kwargs), is_leaf=is_ragged)
 
 
 @contextlib.contextmanager

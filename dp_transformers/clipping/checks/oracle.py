@@ -1,0 +1,293 @@
+"""The one check that clipping is exact: rows of a real batch together, against each alone and unpadded.
+
+Rows of different lengths are clipped together as they stand in their padded batch, and each goes alone and unpadded
+through plain autograd (:mod:`.comparison`). Norms, clipped sum and losses must be the same, in float32 where the model
+runs in it and with dropout off. A wrong rule, a parameter that no rule sees, a model or a loss that mixes rows or
+reads padding: all of them differ. It runs before the first step; again when a row is shorter, or padded to more, than
+any that was compared, or more rows come; and when the model was changed.
+
+Before it, owners are found on the same rows (:mod:`.discovery`), with a canary: the modules of all owners see detached
+copies of their parameters, so that a gradient which still reaches a parameter came by a use that no rule saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_leaves
+
+from ...runtime.randomness import forked_generators, global_state, random_state, same_global_state
+from ..batch_dims import positions_of
+from ..discovery import discover_owners
+from ..engine import ClippingEngine
+from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, UnownedParameterError, UnsupportedModuleError, named
+from ..owners import reassign_to_parents, warn_about_fallback
+from .comparison import TOLERANCE, Comparison, Errors, perturbed
+from .float32 import in_float32_if_possible, with_float32
+from .outputs import LossFunction, evaluating, has_batch
+from .rows import MOST, Rows, Sizes, columns_of
+from .without_dropout import without_dropout
+
+_PAIR = 2  # rows that are compared when lengths alone are new
+
+
+@dataclass
+class _Record:
+    """What was compared of one kind of calls: the most rows, and by column the shortest and the longest row."""
+
+    rows: int = 0
+    lengths: dict[Any, tuple[int, int]] = field(default_factory=dict)
+
+    def is_exceeded_by(self, lengths: Sizes) -> bool:
+        for column, own in columns_of(lengths):
+            shortest, longest = self.lengths.get(column, (max(own), 0))
+            if min(own) < shortest or max(own) > longest:
+                return True
+        return False
+
+    def note(self, rows: int, lengths: Sizes) -> None:
+        self.rows = max(self.rows, min(rows, MOST))
+        for column, own in columns_of(lengths):
+            shortest, longest = self.lengths.get(column, (max(own), 0))
+            self.lengths[column] = min(shortest, *own), max(longest, *own)
+
+
+class Oracle:
+    """Compares rows of the batches that a model is called with, when there is something new about them.
+
+    Args:
+        engine: Clips.
+
+    Attributes:
+        has_compared: Whether the model as it is was compared.
+        position_dims: In which dimension each of the model's outputs has padding, as far as that was seen.
+    """
+
+    def __init__(self, engine: ClippingEngine):
+        self._engine = engine
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was compared: the model may compute otherwise now."""
+        self.has_compared = False
+        self.position_dims: Sequence[int | None] = ()
+        self._records: dict[Any, _Record] = {}
+
+    def is_new(self, kind: Any, size: int, lengths: Sizes) -> int:
+        """Return how many of ``size`` rows are to be compared: 0 if their lengths and number lie between those that
+        were. All processes that share parameters call this together.
+
+        Args:
+            kind: Calls of one kind are given the same arguments.
+            lengths: How they are padded, by columns.
+        """
+        record = self._records.get(kind, _Record()) if self.has_compared else _Record()
+        count = MOST if min(size, MOST) > record.rows else _PAIR if record.is_exceeded_by(lengths) else 0
+        shards = self._engine.trainable.shards
+        return -shards.least(-count, self._engine.trainable.device) if shards else count
+
+    def compare(self, kind: Any, rows: Rows, count: int, lengths: Sizes, losses_of: LossFunction | None) -> Errors:
+        """Compare ``count`` rows of all lengths.
+
+        Raises:
+            SelfCheckError: norms, losses or the clipped sum are others than those of the rows alone.
+        """
+        engine, chosen = self._engine, rows.spread(count)
+        if not rows.batch_first and any(len(chosen) in x.shape[1:] for x in rows.tensors):
+            chosen = chosen[1:]  # as many rows as positions could not be told from them
+        trainable = engine.trainable
+        with forked_generators(trainable.device), _named_causes(engine), engine.trial():
+            if trainable.shards or trainable.parallel:  # processes that share parameters must decide alike
+                trainable.parallel.require_same((rows.args, rows.kwargs), random_state(trainable.device))
+                rows, chosen = trainable.shards.broadcast_inputs((rows, chosen), trainable.device)
+                torch.manual_seed(0)
+            errors = self._compared(rows, chosen, losses_of)
+            if trainable.shards.any_rank(not errors.are_small, trainable.device):
+                self._refuse(rows, chosen, errors)
+        warn_about_fallback(engine.owners)
+        self.has_compared = True
+        self._records.setdefault(kind, _Record()).note(rows.size if count > _PAIR else 0, lengths)
+        return errors
+
+    def _compared(self, rows: Rows, chosen: list[int], losses_of: LossFunction | None) -> Errors:
+        engine = self._engine
+        precise = rows.changed(lambda path, x: with_float32(x))
+        given = Comparison(engine, precise, chosen, losses_of)
+        found, replaced = in_float32_if_possible(engine, given.loss_of_first, lambda: self._in_modes(given))
+        if found is None or (found.are_small and replaced and not self.has_compared):  # once as it trains, too
+            given = Comparison(engine, rows, chosen, losses_of)
+            as_trained = self._in_modes(given)
+            found = found if found is not None and as_trained.are_small else as_trained
+        self.position_dims = given.position_dims or self.position_dims
+        return found
+
+    def _in_modes(self, given: Comparison) -> Errors:
+        """Compare in the mode that the model is in, without dropout. If other random numbers are drawn there, a row
+        has not the same ones alone; then the model must evaluate."""
+        engine, device = self._engine, self._engine.trainable.device
+        with perturbed(engine), without_dropout():
+            before = global_state(device)
+            errors = self._discovered(given)
+            if errors.are_small or same_global_state(before, global_state(device)):
+                return errors
+            with evaluating(engine.model):
+                before = global_state(device)
+                errors = given.run()
+                if errors.are_small or same_global_state(before, global_state(device)):
+                    return errors
+        raise SelfCheckError(
+            f"{type(engine.model).__name__} draws random numbers in evaluation too, and in a way (a permutation, "
+            "integers, a generator of Python or NumPy) in which an example alone cannot be given those that it has in "
+            "a batch, so that the two cannot be compared. Draw them in training alone ('if self.training:')."
+        )
+
+    def _discovered(self, given: Comparison) -> Errors:
+        """Find the owners, if that was not done, and compare. Parents own what modules hold that turn out not to be
+        re-runnable; where the parents are not either, the error is that of the module that began it."""
+        engine = self._engine
+        first: UnsupportedModuleError | None = None
+        while True:
+            if not self.has_compared or first is not None:
+                _discover(engine, given)
+            try:
+                errors = given.run()
+                if engine.memory is not None and not given.error_with_all_kept() <= TOLERANCE[errors.low_precision]:
+                    raise SelfCheckError(
+                        f"with a memory_budget clipping is not exact for {type(engine.model).__name__}: the clipped "
+                        "sum of what is kept of each layer is not that of what is not. A rule of your own "
+                        "(register_grad_sampler) gives wrong gradients of the right norms, or a module does: correct "
+                        "it, or leave memory_budget out."
+                    )
+                return errors
+            except UnsupportedModuleError as error:
+                engine.trainable.shards.recover()
+                engine.trainable.thaw()
+                is_parent = any(owner.module is error.module and owner.covers_children for owner in engine.owners)
+                first = first if is_parent and first else error
+                try:
+                    reassign_to_parents(engine.model, engine.owners, error.module)
+                except UnownedParameterError:
+                    raise first from (None if first is error else error)
+
+    def _refuse(self, rows: Rows, chosen: Sequence[int], errors: Errors) -> None:
+        """Raise SelfCheckError that says what the reason may be. It has no figure of any row."""
+        engine = self._engine
+        where = f"{type(engine.model).__name__} in mode '{engine.mode.name}'"
+        wrong_b, padded_b = errors.wrong_b.tolist(), [rows.is_padded(i) for i in chosen]
+        own = {padded for wrong, padded in zip(wrong_b, padded_b, strict=True) if wrong}
+        others = {padded for wrong, padded in zip(wrong_b, padded_b, strict=True) if not wrong}
+        if own == {True} and False in others:
+            raise SelfCheckError(
+                f"an example's gradient or loss is another one when it is padded to the length of a longer one of its "
+                f"batch ({where}), so every example has a say in the gradients of others, beyond the clipping bound. "
+                f"{HOW_TO_PAD}"
+            )
+        may_be_padded = f" Or it reads padding: {HOW_TO_PAD}" if any(padded_b) else ""
+        raise SelfCheckError(
+            f"an example of a batch has another gradient or loss beside other examples than alone, so clipping is not "
+            f"exact for {where}: the model or its loss mixes examples (batch statistics, a condition or a maximum "
+            "over the batch, an order of its own, a loss that compares rows or averages over the batch's tokens), or "
+            "draws random numbers that are other ones when it runs again (torch's global generator is put back), or "
+            "a rule is wrong for a module. ModuleValidator.find_mixing(model, batch), on public examples, names the "
+            "module that mixes: compute each row from itself alone, choose by a mask (torch.where), and average "
+            "losses within each example. If none mixes, freeze the modules that are not of torch or transformers one "
+            f"after the other until this passes, and report the one that it was.{may_be_padded}"
+        )
+
+
+HOW_TO_PAD = (
+    "Pad on the other side (padding_side of the tokenizer), or pad all examples to one length "
+    "(padding='max_length'), pad targets with what the loss ignores (-100, the label_pad_token_id of collators), or "
+    "leave padding out in a per-example loss of your own; give a model with learned positions position_ids that are "
+    "counted from the mask; a recurrent model: pack its input (pack_padded_sequence), or read its states at each "
+    "example's last own position."
+)
+
+
+def _discover(engine: ClippingEngine, given: Comparison) -> None:
+    """Find the owners on these rows, so that every use of every parameter is seen by a module whose outputs have a
+    batch."""
+    rows, model = given.together, engine.model
+    leaves = tree_leaves((rows.args, rows.kwargs))
+    taken = {n for x in leaves if has_batch(x, rows.size) for n in x.shape[1:]}
+    size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
+    batches = {n: rows.only([j % rows.size for j in range(n)]) for n in (size, other_size)}
+
+    def plain(size: int, is_padded: bool) -> torch.Tensor:
+        with engine.suspended():
+            return given.losses_of_rows(_with_shorter_masks(batches[size]) if is_padded else batches[size])
+
+    def tapped() -> None:
+        engine.install_hooks()
+        try:
+            given.losses_of_rows(batches[size])
+        except BaseException:
+            engine.trainable.shards.recover()
+            raise
+
+    try:
+        # positions are not looked for where they come before the examples: flattened rows would not lie example by
+        # example
+        positions = positions_of(rows.args, rows.kwargs, rows.size) if engine.batch_first else set()
+        trainable = engine.trainable
+        sizes = size, other_size
+        discover_owners(model, engine.owners, trainable.parameters, plain, tapped, sizes, positions, trainable.shards)
+    except UnownedParameterError as error:
+        raise SelfCheckError(str(error)) from None
+    finally:
+        engine.forget()
+        engine.install_hooks()
+
+
+def _with_shorter_masks(rows: Rows) -> Rows:
+    """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen
+    to do so."""
+
+    def change(path: tuple, x: Any) -> Any:
+        if not has_batch(x, rows.size) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
+            return x
+        x = x.clone()
+        x[0, ..., -1] = 0
+        return x
+
+    return rows.changed(change)
+
+
+@contextlib.contextmanager
+def _named_causes(engine: ClippingEngine) -> Iterator[None]:
+    """Inside, a check that fails for a reason which people know by another name raises an error that says that
+    name."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        engine.trainable.shards.recover()
+        if "escaped from inside a function being vmapped" in str(error):
+            raise SelfCheckError(
+                "the model, or its loss, reads a tensor that a module has put away in a forward pass, neither in what "
+                "it returns nor in an attribute, list or dictionary of its own (in a global variable, or in another "
+                "object). Let the module return it."
+            ) from error
+        if "checkpoint" in str(error).lower() and ".grad()" in str(error):  # of torch
+            raise SelfCheckError(
+                "a part of the model runs under reentrant activation checkpointing, through which autograd gives no "
+                "gradients of one example: call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+            ) from error
+        for path, module in engine.model.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                raise SelfCheckError(f"{named(path, module)} {HOW_BATCH_NORM_MIXES}") from error
+        for path, module in engine.model.named_modules():
+            is_second = isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first
+            if is_second and engine.batch_first and isinstance(error, SelfCheckError):
+                raise SelfCheckError(
+                    f"{error} {named(path, module)} has batch_first=False: if it is given the batch first, it takes "
+                    "examples for positions, and mixes them; build it with batch_first=True."
+                ) from error
+        raise

@@ -1,0 +1,149 @@
+"""The rows of a batch that a model is called with: some of them as they stand, or one alone without its padding."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
+
+from ..batch_dims import batch_size_of
+from ..ragged import Ragged, is_ragged, packed, unpacked
+from .outputs import has_batch, second_dimension_first
+
+# By the path of a tensor in (args, kwargs) (``torch.utils._pytree.keystr``), and by dimension: on which side it is
+# padded, and the size that each row has without padding. Rows are in dimension 0.
+Sizes = Mapping[str, Mapping[int, tuple[str, Sequence[int]]]]
+MOST = 8  # rows that are compared at once
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The arguments of one call of a model, with the rows in the first dimension.
+
+    Attributes:
+        args, kwargs: Positional and keyword arguments. Rows without padding between them are
+            :class:`.clipping.ragged.Ragged`.
+        size: How many rows there are.
+        sizes: How tensors are padded, as far as that is known. Those that are not named are cut where they are as long
+            as a padded one.
+        names: The names of the positional arguments.
+        batch_first: Whether the model takes the rows in the first dimension.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any]
+    size: int
+    sizes: Sizes = field(default_factory=dict)
+    names: Sequence[str] = ()
+    batch_first: bool = True
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, args: tuple, kwargs: dict, sizes: Sizes | None = None, *, batch_first: bool = True
+    ) -> Rows:
+        """Make them of what ``model`` is called with."""
+        size, names = (
+            batch_size_of(model, args, kwargs, batch_first),
+            list(inspect.signature(model.forward).parameters),
+        )
+        args, kwargs = unpacked(model, args, kwargs)
+        if not batch_first:
+            args, kwargs = second_dimension_first(args, kwargs)
+        return cls(args, kwargs, size, sizes or {}, names, batch_first)
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call a model, or a loss of what it is called with."""
+        args, kwargs = packed((self.args, self.kwargs))
+        if not self.batch_first:
+            args, kwargs = second_dimension_first(args, kwargs)
+        return function(*args, **kwargs)
+
+    def changed(self, change: Callable[[tuple, Any], Any]) -> Rows:
+        """Return the same with ``change(path, x)`` in the place of each argument."""
+        args, kwargs = tree_map_with_path(change, (self.args, self.kwargs), is_leaf=is_ragged)
+        return replace(self, args=args, kwargs=kwargs)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, torch.Tensor)]
+
+    def _taken(self, x: Any, rows: list[int]) -> Any:
+        if isinstance(x, Ragged):
+            return replace(x, padded=x.padded[rows], lengths=x.lengths[rows])
+        return x[rows] if has_batch(x, self.size) else x
+
+    def only(self, rows: Sequence[int]) -> Rows:
+        """Return these rows as they stand, in this order."""
+        chosen = list(rows)
+        return replace(self.changed(lambda path, x: self._taken(x, chosen)), size=len(chosen), sizes={})
+
+    def alone(self, row: int, copies: int = 1) -> Rows:
+        """Return one row without its padding, ``copies`` times."""
+        lengths = lengths_of(self.sizes, row)
+
+        def cut(path: tuple, x: Any) -> Any:
+            if type(x) is int and x in lengths:  # the length of the longest row, given as a number
+                return lengths[x][1]
+            if isinstance(x, torch.Tensor):
+                x = self._cut(x, self.sizes.get(keystr(path)), lengths, row, self._name(path))
+            return self._taken(x, [row] * copies)
+
+        return replace(self.changed(cut), size=copies, sizes={})
+
+    def _cut(self, x: torch.Tensor, known: Any, lengths: Mapping, row: int, name: str) -> torch.Tensor:
+        """Return a tensor of all rows, without the padding of this row."""
+        is_whole = not x.is_floating_point() and x.dtype != torch.bool
+        if known is not None:
+            cuts = [(d, side, own[row]) for d, (side, own) in known.items() if x.shape[d] == max(own)]
+        elif x.dim() - has_batch(x, self.size) < 1 and is_whole and "label" not in name:
+            for longest, (_, own) in lengths.items():  # a length that all rows are given
+                x = x.where(x != longest, own) if bool((x == longest).all()) else x
+            return x
+        else:
+            dims = [d for d in range(has_batch(x, self.size), x.dim()) if x.shape[d] in lengths]
+            dims = dims if "mask" in name or x.dtype == torch.bool else dims[:1]
+            is_of_classes = "label" in name and x.is_floating_point()  # which may be as many as positions
+            cuts = [] if is_of_classes else [(d, *lengths[x.shape[d]]) for d in dims]
+        for d, side, own in cuts:
+            x = x.narrow(d, 0 if side == "right" else x.shape[d] - own, own)
+        return x
+
+    def _name(self, path: tuple) -> str:
+        if path[0].idx == 0:
+            return self.names[path[1].idx] if path[1].idx < len(self.names) else ""
+        return str(getattr(path[-1], "key", ""))
+
+    # ---- which rows ----
+
+    def spread(self, most: int = MOST) -> list[int]:
+        """Return the shortest row, the longest and some between them, at most ``most``, in the order of the batch."""
+        own = [own for _, own in columns_of(self.sizes)]
+        length = [sum(each[i] for each in own) for i in range(self.size)]
+        order = [i for i in sorted(range(self.size), key=length.__getitem__) if all(each[i] for each in own)]
+        count = min(most, len(order))
+        return sorted({order[round(j * (len(order) - 1) / max(1, count - 1))] for j in range(count)})
+
+    def is_padded(self, row: int) -> bool:
+        """Whether a row is shorter than another one."""
+        return any(own[row] < max(own) for _, own in columns_of(self.sizes))
+
+
+def columns_of(sizes: Sizes) -> Iterator[tuple[tuple[str, int], Sequence[int]]]:
+    """Yield every padded dimension, with the rows' own sizes in it."""
+    return (((name, d), own) for name, of in sizes.items() for d, (_, own) in of.items())
+
+
+def lengths_of(sizes: Sizes, row: int) -> dict[int, tuple[str, int]]:
+    """Return by the padded length on which side a row is padded, and its own length, where rows are padded to a length
+    in one way alone."""
+    found: dict[int, set[tuple[str, int]]] = {}
+    for of in sizes.values():
+        for side, own in of.values():
+            found.setdefault(max(own), set()).add((side, own[row]))
+    return {longest: next(iter(ways)) for longest, ways in found.items() if len(ways) == 1}

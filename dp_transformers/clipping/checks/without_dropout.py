@@ -1,0 +1,64 @@
+"""Dropout switched off, and every random number of torch the same, in the mode that a model is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+_DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # their only float is their dropout
+_IN_PLACE = {"normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_", "geometric_"}
+_USUAL = 0.6
+
+
+class without_dropout(TorchFunctionMode):
+    """Inside, dropout returns what it is given, and draws of torch return a constant, so that a row has the same
+    numbers alone as in its batch. Draws of integers and orders, and those of Python and NumPy, stay as they are."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if func in (torch.autograd.backward, torch.autograd.grad):
+            with self._during_backward():
+                return func(*args, **kwargs)
+        if name in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if name in _IN_PLACE and args:
+            return args[0].fill_(_USUAL if name != "bernoulli_" else 1.0)
+        if name in ("rand", "randn"):
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+            return torch.empty(*args, **kwargs).fill_(_USUAL)
+        if name in ("rand_like", "randn_like"):
+            return torch.empty_like(*args, **kwargs).fill_(_USUAL)
+        if name == "bernoulli":
+            return torch.ones_like(args[0] if args else kwargs["input"])
+        if name == "normal" and len(args) == 2 and not kwargs:
+            return args[0] + _USUAL * args[1]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, dict(kwargs)
+            kwargs |= {} if len(args) > 4 else {"dropout_p": 0.0}
+        if func is F.multi_head_attention_forward:
+            kwargs = {**kwargs, "training": False}
+        if name in _RECURRENT:
+            args = tuple(0.0 if isinstance(x, float) else x for x in args)
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def _during_backward(self) -> Iterator[None]:
+        """Inside, autograd goes back in this mode, too, for what runs again there. (torch leaves a mode for as long as
+        a function runs that it has shown to it.)"""
+        run = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+
+        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        torch.autograd._engine_run_backward = run_in_mode  # pyrefly: ignore[missing-attribute]
+        try:
+            yield
+        finally:
+            torch.autograd._engine_run_backward = run  # pyrefly: ignore[missing-attribute]

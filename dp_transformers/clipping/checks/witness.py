@@ -1,0 +1,198 @@
+"""The witness: in some batches of the whole training one row is run alone and unpadded, and must give what it gave.
+
+What a rare row switches on for others, or a long one, may come long after rows were compared (:mod:`.oracle`). So a
+row that a secret chooses is run again, forward only, in so many batches that it takes at most a hundredth of the time.
+Where random numbers were drawn the batch is run again, too, and neither has dropout. A second row must confirm what
+one says, since in a model that sorts positions (experts that take some of them) rounding may move one.
+
+A batch is looked at with probability p = 1% × (time of a batch) / (time of a look), and in one that is, a condition
+that moves all rows but those that cause it is seen unless these are the ones that are looked at. What happens in n
+batches stays unseen with probability (1 - p)ⁿ.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from ...mechanism.values import equal_or_nan
+from ...runtime.randomness import global_state, same_global_state, seeded_global_generators
+from ..engine import ClippingEngine
+from ..errors import SelfCheckError
+from ..kv_cache import configurations, without_caches
+from ..precision import HALF
+from ..recorded_call import autocast_state
+from .comparison import NEGLIGIBLE, TOLERANCE
+from .outputs import LossFunction, by_example, cut_to, evaluating
+from .rows import Rows, lengths_of
+from .without_dropout import without_dropout
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.01  # of the time
+_LEAST = 1e-2  # rows whose numbers are smaller than this share of the largest are measured by that share
+_MOST = 8  # rows that are looked at after one that differs
+_RATE_OF_RANKS = 1 / 128  # where processes must look together: in so many batches
+
+
+class Schedule:
+    """Says when the witness looks, so that it takes no more than its share of the time.
+
+    Args:
+        clock: Returns seconds.
+    """
+
+    def __init__(self, clock: Any = time.perf_counter):
+        self._clock = clock
+        self._began = self._spent = self._last = 0.0
+        self._secret, self._alike = random.Random(secrets.randbits(128)), random.Random(6)
+
+    def is_due(self, *, together: bool) -> bool:
+        """Count a batch, and return whether it is looked at. Where processes must look ``together``, all of them look
+        at the same ones."""
+        if together:
+            return self._alike.random() < _RATE_OF_RANKS
+        now = self._clock()
+        self._began = self._began or now
+        credit = SHARE * (now - self._began) - self._spent
+        return credit >= 2 * self._last * self._secret.random()
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """Inside, a look takes its time."""
+        before = self._clock()
+        try:
+            yield
+        finally:
+            self._last = self._clock() - before
+            self._spent += self._last
+
+
+class Witness:
+    """One batch of which a row is looked at.
+
+    Args:
+        engine: Of the model.
+        rows: What the model, or the loss, is called with.
+        losses_of: The losses that are compared; None for the model's outputs.
+        secret: Chooses the row.
+    """
+
+    def __init__(self, engine: ClippingEngine, rows: Rows, losses_of: LossFunction | None, secret: int):
+        self._engine, self._rows, self._losses_of = engine, rows, losses_of
+        most = 1 if engine.trainable.shards else _MOST  # ranks may have fewer rows
+        self._order = [(secret + i) % rows.size for i in range(min(rows.size, most))]
+        self._autocast = autocast_state(engine.trainable.device)
+        self._before = global_state(engine.trainable.device)
+
+    @property
+    def is_of_losses(self) -> bool:
+        """Whether losses are compared, and not what the model returns."""
+        return self._losses_of is not None
+
+    def begin(self) -> None:
+        """The generators are as the pass will find them."""
+        self._before = global_state(self._engine.trainable.device)
+
+    def look(self, given: Any) -> None:
+        """Compare with what the model returned, or with the losses that were computed.
+
+        Raises:
+            SelfCheckError: rows give something else alone.
+        """
+        engine, rows = self._engine, self._rows
+        if not rows.batch_first and any(rows.size in x.shape[1:] for x in rows.tensors):
+            return  # nobody could tell rows from positions
+        drew = not same_global_state(self._before, global_state(engine.trainable.device))
+        try:
+            moved = self._any_rank(drew) or self._are_moved(self._tensors(given, self._rows), self._order[:1])
+            moved = moved and self._are_moved_without_dropout()
+        except (SelfCheckError, torch.OutOfMemoryError) as error:  # outputs without rows, or no memory left
+            logger.info("no row was run again alone: %s", error)
+            return
+        if moved:
+            engine.trainable.drop_gradients()
+            engine.forget()
+            raise SelfCheckError(
+                f"{type(engine.model).__name__} or its loss gives something else for a row of this batch when it is "
+                "alone and unpadded: what is in other rows decides what is computed for it (a condition over the "
+                "whole batch, as (input_ids == image_token).any(), a maximum, statistics, places that are limited, a "
+                "length above which all rows are treated otherwise, a loss that compares rows), beyond the clipping "
+                "bound. Compute each row from itself alone: apply what some rows need to all of them and choose by a "
+                "mask, row by row (torch.where). ModuleValidator.find_mixing(model, batch), on public examples, names "
+                "a module that mixes."
+            )
+
+    def _are_moved(self, given: Sequence[torch.Tensor], rows: Sequence[int], least: int = 1) -> bool:
+        """Whether at least so many of these rows give something else alone."""
+        moved = 0
+        for row in rows:
+            alone = self._rows.alone(row)
+            with self._quiet():
+                found = self._tensors(alone.call(self._called), alone)
+            moved += any(self._is_moved(x, own[0], row) for x, own in zip(given, found, strict=True))
+        return self._any_rank(moved >= least)
+
+    def _any_rank(self, condition: bool) -> bool:
+        """All processes that share parameters run the model equally often."""
+        trainable = self._engine.trainable
+        return trainable.shards.any_rank(condition, trainable.device)
+
+    def _are_moved_without_dropout(self) -> bool:
+        """The same of more rows, where the batch runs again with constants for random numbers; False if some are drawn
+        even where the model evaluates."""
+        device = self._engine.trainable.device
+        for context in (nullcontext(), evaluating(self._engine.model)):
+            with context:
+                with self._quiet():
+                    before = global_state(device)
+                    given = self._tensors(self._rows.call(self._called), self._rows)
+                    draws = not same_global_state(before, global_state(device))
+                if not self._any_rank(draws):
+                    rows, is_low = self._order, self._engine.trainable.low_precision in HALF
+                    least = len(rows) // 2 + 1 if is_low else min(2, max(1, len(rows) - 1))
+                    return self._are_moved(given, rows[:1]) and (len(rows) < 2 or self._are_moved(given, rows, least))
+        return False
+
+    @property
+    def _called(self) -> Any:
+        return self._engine.model if self._losses_of is None else self._losses_of
+
+    def _tensors(self, given: Any, rows: Rows) -> list[torch.Tensor]:
+        if self._losses_of is not None:
+            return [given.detach()]
+        return [x.detach() for x in by_example(self._engine.model, given, rows.size, batch_first=rows.batch_first)]
+
+    def _is_moved(self, x: torch.Tensor, own: torch.Tensor, row: int) -> bool:
+        """Whether a row of a tensor is another one than that of the row alone."""
+        side = next((side for side, _ in lengths_of(self._rows.sizes, row).values()), "right")
+        lowest = min(x.dtype, self._engine.trainable.low_precision, key=lambda dtype: torch.finfo(dtype).bits)
+        given, alone = cut_to(x[row], own.shape, side).float(), own.float()
+        apart = torch.where(equal_or_nan(given, alone), 0.0, given - alone).norm()
+        largest = x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten(1 if x.dim() > 1 else 0).abs().max()
+        scale = alone.norm().clamp(min=float(largest) * _LEAST).clamp(min=NEGLIGIBLE)
+        return not bool(apart <= TOLERANCE[lowest] * scale)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Inside, the model runs without a graph and without dropout, and leaves nothing behind."""
+        engine, device = self._engine, self._engine.trainable.device
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # of checkpointing without gradients
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(engine.suspended())
+            stack.enter_context(engine.state.again())
+            stack.enter_context(without_caches(configurations(engine.model)))
+            stack.enter_context(seeded_global_generators([0], device))
+            stack.enter_context(without_dropout())
+            stack.enter_context(torch.autocast(*self._autocast, cache_enabled=False))
+            yield
