@@ -17,8 +17,7 @@ from functools import partial
 
 from torch import nn
 
-from dp_transformers.clipping.device_memory import DeviceMemory
-from dp_transformers.clipping.measured_budget import PART, SHARE
+from dp_transformers.clipping.measured_budget import PART, SHARE, DeviceMemory
 
 from .contenders import Task, ours, plain
 from .harness import Benchmark, Contender, Phase, Row, parser

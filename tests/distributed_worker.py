@@ -49,9 +49,8 @@ from dp_transformers import (
     register_grad_sampler,
     register_norm_sampler,
 )
-from dp_transformers.clipping.device_memory import DeviceMemory
 from dp_transformers.clipping.engine import ClippingEngine
-from dp_transformers.clipping.measured_budget import MeasuredBudget
+from dp_transformers.clipping.measured_budget import DeviceMemory, MeasuredBudget
 from dp_transformers.mechanism.clipping_functions import AdaptiveClipping, FlatClipping, PerLayerClipping
 from dp_transformers.mechanism.mechanism import Mechanism
 from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise

@@ -31,7 +31,7 @@ from torch import nn
 
 from .recorded_call import ForwardPass
 from .terms import Convolved, Dense, NormOnly, Outer, Stacked, Term
-from .terms.ghost_or_instantiate import is_cheaper_instantiated
+from .terms.arithmetic import is_cheaper_instantiated
 from .trainable import TrainableParameters
 
 # Multiplications in the time of reading or writing one number of an instance in memory.

@@ -1,8 +1,8 @@
-"""Per-example losses of the transformers heads, from logits, with the labels kept out of the model.
+"""Per-example losses of the heads of transformers, computed from logits and labels outside of the model.
 
-A model's own loss is a mean over the batch (often over all its tokens), so one example's gradient would depend on how
-long the others are. Here example i's loss uses example i alone: a token loss is divided by the example's own number of
-counted tokens. On a batch of one, each loss is the model's own.
+A model's own loss is a mean over the batch (often over all its tokens), so one example's gradient would depend on the
+lengths of other examples. Here example i's loss depends on example i alone: a token loss is divided by the example's
+own number of labelled tokens. On a batch of one, each loss is the model's own.
 
 Shape legend: B examples, T positions, V classes or vocabulary, N rows (examples or tokens), K rows of a chunk that
 have a target.
@@ -38,10 +38,10 @@ _MAPPINGS = {
     "audio_classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
     "multiple_choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
 }
-_ENCODER_DECODERS = ("seq2seq_lm", "speech_seq2seq_lm")  # what they decode is their labels, shifted
+_ENCODER_DECODERS = ("seq2seq_lm", "speech_seq2seq_lm")  # decoder inputs are the shifted labels
 _OF_CLASSES = ("sequence_classification", "image_classification", "audio_classification")
 
-# Heads in those mappings whose own loss is another one (every forward of transformers 5.23 was read for this list).
+# Heads in these mappings with another loss (every forward of transformers 5.23 was read for this list).
 _OTHER_CONVENTIONS = {
     # causal, but the labels are not shifted
     "BartForCausalLM",
@@ -81,9 +81,10 @@ _OTHER_CONVENTIONS = {
 def sequence_classification_loss(
     logits: torch.Tensor, labels: torch.Tensor, *, problem_type: str | None = None, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """(B,) losses from logits (B, V): cross-entropy, binary cross-entropy averaged over classes, or squared error.
+    """Return (B,) losses from logits (B, V): cross-entropy, binary cross-entropy averaged over classes, or squared
+    error.
 
-    Without ``problem_type`` it is inferred as transformers does: one output is regression, integer labels are
+    By default ``problem_type`` is inferred as in transformers: one output is regression, integer labels are
     single-label, float labels multi-label classification.
     """
     if problem_type is None:
@@ -113,11 +114,12 @@ def sequence_classification_loss(
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
-    """(B,) mean cross-entropy over the example's own labels that are not -100; 0 where it has none.
+    """Return the (B,) mean cross-entropy over each example's labels that are not -100; 0 if it has none.
 
     Args:
-        logits: (B, T, V); labels: (B, T), the logits at t predict the label at t: masked language models, token
-            classification, and encoder-decoders, whose decoder inputs are the shifted ones.
+        logits: (B, T, V).
+        labels: (B, T). The logits at t predict the label at t, as in masked language models, token classification, and
+            encoder-decoders (with shifted decoder inputs).
     """
     if logits.dim() != 3 or logits.shape[:2] != labels.shape:
         raise ValueError(
@@ -130,35 +132,38 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: f
 
 
 def causal_lm_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
-    """(B,) mean cross-entropy of the next token over the example's own labels that are not -100; 0 where it has none.
+    """Return the (B,) mean cross-entropy of the next token over each example's labels that are not -100; 0 if it has
+    none.
 
     Args:
-        logits: (B, T, V); labels: (B, T), not shifted (the logits at t predict the label at t + 1).
+        logits: (B, T, V).
+        labels: (B, T), not shifted: the logits at t predict the label at t + 1.
     """
     return token_loss(logits, _shifted(labels), label_smoothing=label_smoothing)
 
 
 def next_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """(B, T) cross-entropies, of the label at t + 1 by the logits at t; 0 where that label is -100, and at the end.
+    """Return (B, T) cross-entropies of the label at t + 1 by the logits at t; 0 if that label is -100, and at the end.
 
     Args:
-        logits: (B, T, V); labels: (B, T), not shifted.
+        logits: (B, T, V).
+        labels: (B, T), not shifted.
     """
     return _cross_entropy(logits, _shifted(labels))
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Return whether the head of ``model`` predicts at each position the label of the next one."""
+    """Return True if the head of ``model`` predicts at each position the label of the next one."""
     return _kind(_base_model(model)) == "causal_lm"
 
 
 def without_targets_of_padding(labels: Any, attention_mask: Any) -> Any:
-    """Labels without those that padding would predict: with padding on the left, an example's first one, by a position
-    that has seen nothing of the example. Padded on the right, or alone, it has no prediction of its first label.
+    """Mask the labels that padding would predict. With padding on the left, it would predict an example's first label,
+    which is not predicted with padding on the right or without padding.
 
     Args:
-        labels: (B, T), not shifted. attention_mask: (B, T), 0 at padding; labels are returned as they are where it is
-            missing or has another shape.
+        labels: (B, T), not shifted.
+        attention_mask: (B, T), 0 at padding. If it is missing or has another shape, the labels are not changed.
     """
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.shape != getattr(labels, "shape", None):
         return labels
@@ -173,12 +178,12 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
 def question_answering_loss(
     start_logits: torch.Tensor, end_logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """(B,) mean of the cross-entropies of where the answer starts and where it ends.
+    """Return the (B,) mean of the cross-entropies of the start and the end of the answer.
 
     Args:
-        start_logits, end_logits: (B, T), scores of each position.
-        labels: (start_positions, end_positions), (B,) each. As in transformers a position past the end is not counted
-            (the answer was truncated away) and a negative one is position 0.
+        start_logits, end_logits: (B, T), scores of each position. labels: (start_positions, end_positions), (B,) each.
+        As in transformers, a position past the end is ignored (the
+            answer was truncated), and a negative one is position 0.
     """
     if not isinstance(labels, tuple) or len(labels) != 2:
         raise ValueError(
@@ -194,15 +199,14 @@ def question_answering_loss(
 
 
 def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> PerExampleLoss:
-    """The per-example loss of ``model``'s head.
+    """Return the per-example loss of ``model``'s head.
 
     Args:
         model: A transformers model, or a PEFT model around one.
         label_smoothing: As ``TrainingArguments.label_smoothing_factor``, applied within each example.
 
     Raises:
-        ValueError: a head whose per-example loss is not known, or a setting that adds a loss over the batch; the
-            message names it and says what to do instead.
+        ValueError: no per-example loss is known for the head, or a setting adds a loss over the batch.
     """
     base = _base_model(model)
     kind = _kind(base)
@@ -239,15 +243,15 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
 
 
 def label_columns(model: nn.Module) -> list[str]:
-    """The columns of a batch that hold the labels of ``model``'s head."""
+    """Return the names of a batch's columns with the labels of ``model``'s head."""
     from transformers.utils import find_labels
 
     return find_labels(type(_base_model(model)))
 
 
 def default_loss_bound(model: nn.Module) -> float:
-    """The loss that an example counts with at most where the loss is released: 4 more than that of a guess among all
-    classes or tokens; 10 for heads without such a number (regression, positions, unknown heads)."""
+    """Return the default bound on an example's released loss: 4 more than the loss of a uniform guess among all
+    classes or tokens; 10 for heads without classes (regression, positions, unknown heads)."""
     base = _base_model(model)
     kind, config = _kind(base), cast(Any, getattr(base, "config", None))
     classes = None
@@ -261,11 +265,11 @@ def default_loss_bound(model: nn.Module) -> float:
 
 
 def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
-    """What a sequence-to-sequence model makes of its labels and needs when they are kept out: ``{"decoder_input_ids":
-    (B, T)}``.
+    """Return ``{"decoder_input_ids": (B, T)}`` for a sequence-to-sequence model, which makes them from its labels, and
+    ``{}`` for other models.
 
-    ``{}`` for every other model, the classification heads of encoder-decoders included: they start their decoder from
-    the input. A head whose loss is not known (it needs per_example_loss_func) gets them wherever it can make them.
+    Classification heads of encoder-decoders need none: they start their decoder from the input. A head with an unknown
+    loss (it needs per_example_loss_func) gets them if it can make them.
     """
     base = _base_model(model)
     make = _maker_of_decoder_inputs(base)
@@ -275,21 +279,21 @@ def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
 
 
 def _maker_of_decoder_inputs(base: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes decoder inputs of labels, as the model does by itself; None where that is not known."""
+    """Return the model's own function from labels to decoder inputs; None if it is not known."""
     prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
     if prepare is not None:
         return lambda labels: prepare(labels=labels)
     config = cast(Any, getattr(base, "config", None))
     for cls in type(base).__mro__:
-        shift = getattr(sys.modules.get(cls.__module__), "shift_tokens_right", None)  # which its forward calls
+        shift = getattr(sys.modules.get(cls.__module__), "shift_tokens_right", None)  # its forward calls this
         if shift is not None and _mapped_kind(cls) == "speech_seq2seq_lm":
             return lambda labels, shift=shift: shift(labels, config.pad_token_id, config.decoder_start_token_id)
     return None
 
 
 def refuse_missing_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError where a decoder would be given nothing: its inputs are those of the batch, or are made from the
-    labels, which are kept out of the model."""
+    """Raise ValueError if a decoder would have no inputs: the batch has none, and they cannot be made from the labels,
+    which are kept out of the model."""
     base = _base_model(model)
     is_given = any(name.startswith("decoder_input") for name in inputs)
     if is_given or not getattr(cast(Any, getattr(base, "config", None)), "is_encoder_decoder", False):
@@ -299,13 +303,13 @@ def refuse_missing_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -
         raise ValueError(
             f"the decoder of {type(base).__name__} has no inputs: labels are kept out of the model, and it is not "
             "known how it makes decoder inputs of them. Let the collator give decoder_input_ids, or pass "
-            "per_example_loss_func=f with f(model, inputs) -> (B,), which calls the model itself."
+            "per_example_loss_func=f, where f(model, inputs) -> (B,) calls the model itself."
         )
 
 
 def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names: list[str]) -> None:
-    """Raise ValueError where padding comes before the labels that decoder inputs are made from: nothing masks what
-    stands there."""
+    """Raise ValueError if labels that decoder inputs are made from are padded on the left, where nothing masks the
+    padding."""
     labels = batch.get(label_names[0]) if label_names and "decoder_attention_mask" not in batch else None
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.shape[1] == 0:
         return
@@ -321,7 +325,7 @@ def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names:
 
 
 def _virtual_tokens(model: nn.Module) -> int:
-    """How many positions prompt learning (peft) puts before the text, for which there are no labels."""
+    """Return the number of positions that prompt learning (peft) puts before the text, which have no labels."""
     config: Any = getattr(model, "active_peft_config", None)
     in_the_cache = ("PREFIX_TUNING", "CARTRIDGE")
     in_the_input = getattr(config, "is_prompt_learning", False) and config.peft_type not in in_the_cache
@@ -334,7 +338,7 @@ def _base_model(model: nn.Module) -> nn.Module:
 
 
 def _kind(base: nn.Module) -> str | None:
-    """The kind of head in transformers' auto mappings; None where it, or its loss, is not known for certain."""
+    """Return the kind of head in transformers' auto mappings; None if it, or its loss, is not known for certain."""
     from transformers.utils import find_labels
 
     for cls in type(base).__mro__:
@@ -345,7 +349,7 @@ def _kind(base: nn.Module) -> str | None:
                 return None
             return None if kind in _ENCODER_DECODERS and _maker_of_decoder_inputs(base) is None else kind
         if "forward" in vars(cls):
-            return None  # a forward of its own may have a loss of its own
+            return None  # its own forward may have another loss
     return None
 
 
@@ -364,7 +368,7 @@ def _mapped_kind(cls: type) -> str | None:
 def _problem_type(base: nn.Module) -> str | None:
     names = [c.__name__ for c in type(base).__mro__]
     if _kind(base) == "audio_classification" and "ASTForAudioClassification" not in names:
-        return "single_label_classification"  # the others do not ask config.problem_type
+        return "single_label_classification"  # these heads ignore config.problem_type
     config: Any = base.config
     problem_type = config.problem_type
     if problem_type is None and config.num_labels == 1:
@@ -379,7 +383,7 @@ def _refuse_losses_over_the_batch(base: nn.Module) -> None:
         value = getattr(base.config, setting, off)
         if value:
             raise ValueError(
-                f"config.{setting}={value} adds a loss over all tokens of the batch, which is no example's own: set "
+                f"config.{setting}={value} adds a loss over all tokens of the batch, which belongs to no example: set "
                 f"model.config.{setting}={off}."
             )
     if hasattr(base, "_loss_function"):
@@ -395,8 +399,8 @@ def _refuse_smoothing(label_smoothing: float, what: str) -> None:
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Losses of the shape of ``targets`` (...) from logits (..., V), 0 where the target is -100; float32, or float64
-    from float64."""
+    """Return losses of the shape of ``targets`` (...) from logits (..., V), 0 where the target is -100, in float32
+    (float64 from float64)."""
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(targets.shape)}: "
@@ -411,7 +415,7 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing:
     targets, classes = targets.to(logits.device, torch.long), logits.shape[-1]
     counts = targets != IGNORE_INDEX
     outside = counts & ((targets < 0) | (targets >= classes))
-    number, is_outside = torch.stack((counts.sum(), outside.any())).tolist()  # the program waits for the device once
+    number, is_outside = torch.stack((counts.sum(), outside.any())).tolist()  # one synchronisation with the device
     if is_outside:
         raise ValueError(
             f"label {targets[outside][0].item()} is not one of the {classes} classes of the logits (0 to "
@@ -427,12 +431,11 @@ def _precision(logits: torch.Tensor) -> torch.dtype:
 
 
 class _TokenCrossEntropy(torch.autograd.Function):
-    """Cross-entropy a few rows at a time: what it allocates is the gradient, in the logits' dtype, and a bounded
+    """Cross-entropy, a few rows at a time: it allocates only the gradient, in the logits' dtype, and a bounded
     scratch.
 
-    Only the rows ``counted_k`` are read, those with a target, and in the backward pass only those of them whose
-    upstream gradient is not 0. All else has gradient 0, whatever its logits are. Saved are the logits themselves and
-    one logsumexp per row.
+    It reads only the rows ``counted_k``, which have a target, and in the backward pass only those with a nonzero
+    upstream gradient. All other rows have gradient 0. It saves the logits and one logsumexp per row.
     """
 
     @staticmethod
@@ -456,7 +459,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # once_differentiable would let create_graph pass where the upstream gradient is a constant
+        # once_differentiable would accept create_graph if the upstream gradient is a constant
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the per-example losses have no second derivative: call backward without create_graph=True."
@@ -475,7 +478,7 @@ class _TokenCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(rows_k: torch.Tensor, logits_nv: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The rows, so many at a time that three float copies of their logits fit in the scratch."""
+    """Split the rows such that three float copies of a chunk's logits fit into the scratch."""
     scratch = 2**22 if logits_nv.device.type == "cpu" else 2**26  # bytes: near a CPU's cache; work for a GPU's kernels
     rows = scratch // max(3 * logits_nv.shape[1] * _precision(logits_nv).itemsize, 1)
     return rows_k.split(max(rows, 1))

@@ -1,1 +1,1 @@
-"""What a run releases and what that costs, as values: no torch."""
+"""Mechanisms as values: the releases of a run, and their privacy cost. Free of torch."""

@@ -1,2 +1,1 @@
-"""What is handed over after a training: its certificate (``privacy.json``), and the report that is made of it and the
-ledger. Free of torch."""
+"""Certificate (``privacy.json``) and report of a training, made from its ledger. Free of torch."""

@@ -53,7 +53,7 @@ class RecordedRun:
 
 @dataclass(frozen=True)
 class Spent:
-    """What several runs on the same data have spent together."""
+    """The privacy spent by several runs on the same data together."""
 
     epsilon: float
     epsilon_per_person: float

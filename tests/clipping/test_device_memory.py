@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dp_transformers.clipping import device_memory
-from dp_transformers.clipping.device_memory import DeviceMemory
+from dp_transformers.clipping import measured_budget
+from dp_transformers.clipping.measured_budget import DeviceMemory
 
 GB = 2**30
 
@@ -31,8 +31,8 @@ def test_of_an_allocator(fraction, free, monkeypatch):
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Writes files as Linux shows them: a process of 2 GB that once had 3, on a machine with 16 GB left."""
-    monkeypatch.setattr(device_memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(device_memory, "CGROUPS", tmp_path / "cgroups")
+    monkeypatch.setattr(measured_budget, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(measured_budget, "CGROUPS", tmp_path / "cgroups")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
@@ -72,7 +72,7 @@ def test_the_tightest_control_group_counts_and_its_cached_files_make_room(machin
 
 REAL = """
 import json, torch
-from dp_transformers.clipping.device_memory import DeviceMemory
+from dp_transformers.clipping.measured_budget import DeviceMemory
 read = lambda: DeviceMemory.of(torch.device("cpu"))
 before = read()
 block = torch.ones(75_000_000)

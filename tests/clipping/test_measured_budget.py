@@ -7,9 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PerExampleClipper, PrivacyEngine, register_grad_sampler
-from dp_transformers.clipping.device_memory import DeviceMemory
 from dp_transformers.clipping.errors import SelfCheckError
-from dp_transformers.clipping.measured_budget import PART, SHARE, MeasuredBudget
+from dp_transformers.clipping.measured_budget import PART, SHARE, DeviceMemory, MeasuredBudget
 
 pytestmark = [pytest.mark.filterwarnings("ignore:dp_seed"), pytest.mark.halved]
 HIGHEST, FREE = 4e9, 1e9

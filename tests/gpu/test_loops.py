@@ -19,8 +19,7 @@ from dp_transformers import (
     PrivacyEngine,
 )
 from dp_transformers.clipping import model_state
-from dp_transformers.clipping.device_memory import DeviceMemory
-from dp_transformers.clipping.measured_budget import PART, SHARE, MeasuredBudget
+from dp_transformers.clipping.measured_budget import PART, SHARE, DeviceMemory, MeasuredBudget
 from dp_transformers.losses import example_losses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:dp_seed")]

@@ -1,4 +1,4 @@
-"""The forward that runs when a module is called: its class's, or one that tensor parallelism put around it."""
+"""The forward that runs when a module is called: its class's, or that wrapped by tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ REPLICATED_WITH_GRAD_ALLREDUCE = "ReplicatedWithGradAllReduce"
 
 
 def class_forward(module: nn.Module) -> Callable | None:
-    """The forward of the module's class, if that is what runs; None where the instance has another.
+    """Return the forward of the module's class if it is the one that runs; None if the instance has another.
 
-    transformers' tensor parallelism gives the instance a function that moves tensors before and after it calls the
-    class's.
+    transformers' tensor parallelism gives the instance a function that moves tensors before and after the class's
+    forward.
     """
     if has_class_forward(module):
         return type(module).forward
@@ -38,7 +38,7 @@ def closure_of(module: nn.Module) -> dict[str, Any]:
 
 
 def style_of(module: nn.Module) -> str | None:
-    """The class of transformers' parallel style that gave this module its forward; None if none did."""
+    """Return the name of transformers' parallel style that set this module's forward; None if there is none."""
     function = vars(module).get("forward")
     owner, _, rest = getattr(function, "__qualname__", "").partition(".")
     if (

@@ -1,4 +1,4 @@
-"""DTensors and ordinary tensors, handled alike."""
+"""Functions that treat DTensors and ordinary tensors alike."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def is_dtensor(tensor: torch.Tensor | None) -> TypeGuard[DTensor]:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local part of a DTensor; an ordinary tensor itself."""
+    """Return the local part of a DTensor; an ordinary tensor itself."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def as_dtensor_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A DTensor of the local part ``tensor``, placed like ``other``; ``tensor`` itself where ``other`` is no
+    """Return a DTensor with the local part ``tensor``, placed like ``other``; ``tensor`` itself if ``other`` is not a
     DTensor."""
     if not is_dtensor(other):
         return tensor
@@ -35,5 +35,5 @@ def as_dtensor_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """All-gather DTensors; ordinary tensors as they are."""
+    """All-gather DTensors. Ordinary tensors are not changed."""
     return [t.full_tensor() if is_dtensor(t) else t for t in tensors]

@@ -1,15 +1,13 @@
 """FSDP2 (`fully_shard`): parameters that are sharded over ranks.
 
 FSDP2 keeps two versions of a parameter: the *sharded* one, a DTensor, is trained; the *unsharded* one, an ordinary
-tensor, is what the modules hold while they run, and what autograd sees. Both stay the same objects all along, so
-owners, terms and sums refer to the sharded one, and :class:`Shards` translates where a module or autograd is involved.
-A parameter tied over several units, as in models that transformers shards while it loads them, has an unsharded
-version for each of them.
+tensor, is held by modules while they run, and is in autograd's graph. Both remain the same objects, so owners, terms
+and sums refer to the sharded one, and :class:`Shards` translates for modules and autograd. A parameter tied over
+several units, as in models that transformers shards while it loads them, has an unsharded version for each unit.
 
-The clipped sum is formed in full, one parameter after the other, and reduce-scattered at once (book-keeping); or
-FSDP2's own backward takes the sums and does so, a group of parameters at a time (the second pass of the other modes).
-Passes that only measure communicate no gradient.
-"""
+The clipped sum is formed in full, one parameter after the other, and reduce-scattered immediately (book-keeping); or
+it is passed to FSDP2's own backward, which does so for a group of parameters at a time (the second pass of other
+modes). Passes that only measure communicate no gradient."""
 
 from __future__ import annotations
 
@@ -36,11 +34,12 @@ T = TypeVar("T")
 
 
 class Shards:
-    """The sharded parameters of ``model``; empty (false) where nothing is sharded.
+    """The sharded parameters of ``model``; empty (false) if nothing is sharded.
 
     Raises:
-        ValueError: a layout whose clipped sums would not be exact: trainable parameters that FSDP2 was told to ignore,
-            gradients reduced over ranks in less than float32.
+        ValueError: clipped sums would not be exact: FSDP2 ignores trainable parameters, or reduces gradients over
+            ranks
+            in less than float32.
     """
 
     def __init__(self, model: nn.Module):
@@ -107,19 +106,20 @@ class Shards:
                 )
 
     def unsharded(self, p: nn.Parameter) -> nn.Parameter:
-        """The tensor that modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
+        """Return the tensor that modules hold for ``p`` while they run; ``p`` itself if it is not sharded."""
         return self.all_unsharded(p)[0] if self._unsharded else p
 
     def all_unsharded(self, p: nn.Parameter) -> list[nn.Parameter]:
-        """The same, for each unit of ``fully_shard`` that gathers it."""
+        """Return these tensors for all units of ``fully_shard`` that gather ``p``."""
         return self._unsharded.get(p, [p]) if self._unsharded else [p]
 
     def sharded(self, unsharded: nn.Parameter) -> nn.Parameter:
-        """The parameter that ``unsharded`` stands for."""
+        """Return the sharded parameter of ``unsharded``."""
         return self._sharded.get(unsharded, unsharded) if self._sharded else unsharded
 
     def refuse_rerun(self, path: str, module: nn.Module) -> None:
-        """A module that gathers parameters on its own cannot be re-run inside backward with others in their place."""
+        """Raise ValueError if a module gathers parameters itself: it cannot be re-run inside backward with
+        substitutes."""
         units = [f"'{name}'" if name else "it" for name, m in module.named_modules(prefix=path) if _is_fsdp(m)]
         if units:
             otherwise = (
@@ -134,7 +134,7 @@ class Shards:
             )
 
     def reshard(self) -> None:
-        """Put the shards in place everywhere: FSDP2 leaves some units whole after a forward pass without backward."""
+        """Reshard all units: FSDP2 leaves some unsharded after a forward pass without backward."""
         for module in self.modules:
             module.reshard()
 
@@ -147,8 +147,8 @@ class Shards:
     # ---- sums over processes ----
 
     def summed(self, p: nn.Parameter, total: torch.Tensor) -> torch.Tensor:
-        """This rank's shard of the sum of ``total`` over ranks, placed like ``p``; ``total`` itself if ``p`` is not
-        sharded."""
+        """Return this rank's shard of the sum of ``total`` over ranks, placed like ``p``; ``total`` itself if ``p`` is
+        not sharded."""
         if p not in self._unsharded or self.mesh is None:
             return total
         from torch.distributed.tensor import DTensor, Partial, Placement, Shard
@@ -184,7 +184,8 @@ class Shards:
 
     @contextmanager
     def taking_sums(self) -> Iterator[None]:
-        """Inside, FSDP2's own backward adds over processes what its units have taken, where it would average it."""
+        """Make FSDP2's own backward sum over processes what its units accepted, instead of averaging, inside the
+        context."""
         names = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
         before = [[getattr(group, name) for name in names] for group in self._groups]
         self._drop_taken()  # nobody else's gradient goes with the sums
@@ -209,7 +210,7 @@ class Shards:
                 each.unsharded_accumulated_grad = None
 
     def any_rank(self, condition: bool, device: torch.device) -> bool:
-        """Returns True if ``condition`` holds on any rank that shares the parameters."""
+        """Return True if ``condition`` holds on any rank that shares the parameters."""
         if self.mesh is None:
             return condition
         flag = torch.tensor(float(condition), device=device)
@@ -218,7 +219,7 @@ class Shards:
         return bool(flag)
 
     def least(self, number: int, device: torch.device) -> int:
-        """The least number of all ranks that share the parameters."""
+        """Return the smallest number of all ranks that share the parameters."""
         if self.mesh is None:
             return number
         box = torch.tensor(number, device=device)

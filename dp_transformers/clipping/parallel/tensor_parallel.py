@@ -51,7 +51,7 @@ class _LocalSlice:
         return x.narrow(dim, self.start, length) if x.shape[dim] == self.whole != length else x
 
     def of(self, term: Term) -> Term | None:
-        """The part of ``term`` that belongs here; None where it cannot be told."""
+        """Return this process's part of ``term``; None if it is unknown."""
         if isinstance(term, Outer):
             left, right = (self.cut(x, 2) if i == self.dim else x for i, x in enumerate((term.left, term.right)))
             return Outer(left, right) if (left.shape[2], right.shape[2]) == self.shape else None
@@ -59,7 +59,7 @@ class _LocalSlice:
             ids, grad, num_rows = term.ids, term.grad, term.num_rows
             if self.dim == 1:
                 grad = self.cut(grad, 2)
-            else:  # ids of rows that others hold count nothing, whichever row they are given
+            else:  # rows of other processes get gradient 0, at any id
                 ids, num_rows = ids - self.start, self.shape[0]
                 elsewhere = (ids < 0) | (ids >= num_rows)
                 ids, grad = ids.masked_fill(elsewhere, 0), grad.masked_fill(elsewhere.unsqueeze(-1), 0)
@@ -143,8 +143,8 @@ class TensorParallel:
                 )
 
     def refuse(self, owner: Any, *, is_rerun: bool) -> None:
-        """Nothing below a module that is re-run may be split, and split parameters need a rule that was written for
-        parts."""
+        """Raise ValueError if a re-run module contains split parameters, or split parameters have a rule that does not
+        support parts."""
         if not self:
             return
         module, splits = owner.module, any(p in self._slices for p in owner.names)
@@ -166,7 +166,7 @@ class TensorParallel:
     # ---- activations ----
 
     def sums_positions(self, owner: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-        """Returns True if this rank sees only some of the positions on which replicated parameters were used."""
+        """Return True if this rank has only some of the positions on which replicated parameters were used."""
         activations = [x for x in (*inputs, *outputs) if is_dtensor(x)]
         if not activations:
             return style_of(owner.module) == REPLICATED_WITH_GRAD_ALLREDUCE
@@ -188,7 +188,7 @@ class TensorParallel:
     # ---- norms ----
 
     def local_part(self, owner: Any, parameter: nn.Parameter, term: Term, sums_positions: bool) -> Term:
-        """This process's part of ``term``; the whole, if all processes hold the parameter."""
+        """Return this process's part of ``term``; all of it if all processes hold the parameter."""
         if isinstance(term, NormOnly) and (sums_positions or parameter in self._slices):
             raise ValueError(
                 f"the function registered for {owner} with register_norm_sampler gives norms alone, and the gradients "
@@ -210,8 +210,8 @@ class TensorParallel:
         return found
 
     def counts_norm_of(self, parameter: nn.Parameter) -> bool:
-        """Returns True if this rank counts the parameter's norm: each rank counts its own slices, and the first one
-        what all of them hold."""
+        """Return True if this rank counts the parameter's norm: each rank counts its own slices, and the first rank
+        also the parameters that all ranks hold."""
         return self.mesh is None or parameter in self._slices or self.mesh.get_local_rank() == 0
 
     def sum_over_group(self, norm_sq_b: torch.Tensor) -> torch.Tensor:
@@ -249,18 +249,13 @@ class TensorParallel:
         return grad
 
     def require_same(self, inputs: Any, random_state: Any) -> None:
-        """All processes of the group must have been given the same examples, and draw the same masks of dropout for
-        them.
-
-        Raises:
-            ValueError: they were not, or would not.
-        """
+        """Raise ValueError unless all processes of the group have the same examples and random state (of dropout)."""
         if not self:
             return
         if len(set(self._gathered(_digest(inputs)))) > 1:
             raise ValueError(
-                "the processes of one tensor-parallel group were given different examples, of which they would "
-                "compute a mixture: give all of them the same, and different ones to different groups."
+                "the processes of one tensor-parallel group were given different examples, and would compute a "
+                "mixture of them: give all processes of a group the same examples, and different ones to different groups."
             )
         if len(set(self._gathered(_digest(random_state)))) > 1:
             raise ValueError(
@@ -272,8 +267,8 @@ class TensorParallel:
     def differing(
         self, parameters: Sequence[nn.Parameter], grads: Sequence[torch.Tensor], tolerance: float
     ) -> list[int]:
-        """Returns which of the parameters that all processes hold have other gradients on some process: those see a
-        part that nobody adds up."""
+        """Return the indices of replicated parameters with gradients that differ between processes, so that parts of
+        them are not summed."""
         held = [i for i, p in enumerate(parameters) if self and p not in self._slices]
         if not held:
             return []
@@ -323,7 +318,7 @@ def _local_slice(name: str, whole: DTensor) -> _LocalSlice:
 
 
 def _kind(activation: DTensor) -> str:
-    """Returns how the activation is split along the mesh."""
+    """Return how the activation is split along the mesh."""
     placement = activation.placements[0]
     if placement.is_replicate():
         return "whole"

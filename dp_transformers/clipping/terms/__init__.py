@@ -23,7 +23,7 @@ sum (adding squared norms is wrong in both directions), which :func:`.tied_weigh
 mixture.
 
 All norms accumulate in fp32. Ghost norms follow Li et al. 2021 (arXiv 2110.05679, sec. 4).
-:mod:`.ghost_or_instantiate` decides when the gradient is instantiated instead.
+:mod:`.arithmetic` decides when the gradient is instantiated instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Protocol
 import torch
 
 from ..norms import Measured
-from .cache import LastResultCache
+from .arithmetic import LastResultCache
 from .convolution import Convolution, Convolved
 from .dense import Dense, NormOnly, summed
 from .embedding import Rows

@@ -1,14 +1,19 @@
-"""Arithmetic of norms and sums of terms: in chunks that fit into memory, without loss of digits and without copies."""
+"""Arithmetic of norms and sums of terms: in chunks that fit into memory, without loss of digits and without copies;
+the choice between factors and gradients; and a cache of results that layers share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 
 from ..norms import DirectNorm, Measured
 from ..rounding import FP32
+
+T = TypeVar("T")
 
 # Numbers that are squared and added up one after the other. With 2·10⁷ numbers, the norm would be too small by 1e-3.
 PIECE = 2**14
@@ -61,3 +66,46 @@ def flat_norm(x: torch.Tensor) -> torch.Tensor:
     whole = flat.shape[1] // PIECE * PIECE
     pieces = norm(flat[:, :whole].unflatten(1, (-1, PIECE)), dim=2)
     return norm(torch.cat([pieces, norm(flat[:, whole:], dim=1, keepdim=True)], 1), dim=1)
+
+
+# ---- factors or instantiated gradients: by operations for the norm, by memory for storage ----
+
+
+def is_cheaper_instantiated(positions: int, rows: int, columns: int) -> bool:
+    """Return True if the norm of a (rows, columns) gradient, a sum of outer products over positions, takes fewer
+    floating-point operations from the gradient (T·p·d) than as a ghost norm (T²(p + d))."""
+    return positions * (rows + columns) >= rows * columns
+
+
+def is_smaller_instantiated(left_btp: torch.Tensor, right_btd: torch.Tensor, numbers: int, *, times: int = 1) -> bool:
+    """Return True if an example's gradient of ``numbers`` float32 numbers takes at most ``times`` the memory of its
+    factors."""
+    (t, p), d = left_btp.shape[1:], right_btd.shape[2]
+    return times * t * (p * left_btp.element_size() + d * right_btd.element_size()) >= 4 * numbers
+
+
+class LastResultCache:
+    """Keeps the last result of each kind, and a weak reference to its input: layers with the same input (query, key,
+    value) share work."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, tuple[weakref.ref[torch.UntypedStorage], tuple, Any]] = {}
+
+    def get(self, kind: Hashable, x: torch.Tensor, compute: Callable[[torch.Tensor], T]) -> T:
+        result = self.known(kind, x)
+        if result is None:
+            result = compute(x)
+            self._last[kind] = (weakref.ref(x.untyped_storage()), _place(x), result)
+        return result
+
+    def known(self, kind: Hashable, x: torch.Tensor) -> Any:
+        """Return the last result if it was computed from ``x``, else None."""
+        if kind not in self._last:
+            return None
+        storage, place, result = self._last[kind]
+        return result if storage() is x.untyped_storage() and place == _place(x) else None
+
+
+def _place(x: torch.Tensor) -> tuple:
+    """Return a tensor's place in its storage."""
+    return x.storage_offset(), x.dtype, x.shape, x.stride()

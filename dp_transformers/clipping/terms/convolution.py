@@ -8,10 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ..norms import DirectNorm, Measured
-from .arithmetic import chunks, joined, zero_rows
-from .cache import LastResultCache
+from .arithmetic import LastResultCache, chunks, is_cheaper_instantiated, joined, zero_rows
 from .dense import Dense
-from .ghost_or_instantiate import is_cheaper_instantiated
 from .gram import gram_of
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import DirectNorm, Measured
-from .arithmetic import flat_norm, zero_rows
-from .cache import LastResultCache
+from .arithmetic import LastResultCache, flat_norm, zero_rows
 from .gram import lengths_of
 
 # Gradients of one parameter up to this size are concatenated with those of other parameters.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import Measured
-from .arithmetic import chunks, flat_norm, joined, norms_over, sum_rows, summed_anew, zero_rows
-from .cache import LastResultCache
+from .arithmetic import LastResultCache, chunks, flat_norm, joined, norms_over, sum_rows, summed_anew, zero_rows
 from .dense import Dense
 from .gram import lengths_of
 

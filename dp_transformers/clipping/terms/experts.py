@@ -8,10 +8,8 @@ import torch
 
 from ..norms import DirectNorm, Measured
 from ..precision import factor, is_bf16, product, split
-from .arithmetic import chunks, sum_of, zero_rows
-from .cache import LastResultCache
+from .arithmetic import LastResultCache, chunks, is_smaller_instantiated, sum_of, zero_rows
 from .dense import Dense
-from .ghost_or_instantiate import is_smaller_instantiated
 from .gram import lengths_of
 from .outer import Outer
 

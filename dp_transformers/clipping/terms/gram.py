@@ -11,8 +11,7 @@ import torch
 
 from ..norms import GhostNorm
 from ..precision import factor, product
-from .arithmetic import norms_over
-from .cache import LastResultCache
+from .arithmetic import LastResultCache, norms_over
 
 LEFT_GRAM, RIGHT_GRAM = "left gram", "right gram"
 # Smaller lengths of positions are unknown: the square may have vanished in float32, while the other factor is long.

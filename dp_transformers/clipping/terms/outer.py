@@ -13,10 +13,17 @@ import torch
 from ..norms import DirectNorm, Measured
 from ..precision import factor, is_bf16, product, split
 from . import arithmetic
-from .arithmetic import chunks, flat_norm, joined, sum_of, zero_rows
-from .cache import LastResultCache
+from .arithmetic import (
+    LastResultCache,
+    chunks,
+    flat_norm,
+    is_cheaper_instantiated,
+    is_smaller_instantiated,
+    joined,
+    sum_of,
+    zero_rows,
+)
 from .dense import Dense
-from .ghost_or_instantiate import is_cheaper_instantiated, is_smaller_instantiated
 from .gram import LEFT_GRAM, RIGHT_GRAM, gram_of, lengths_of
 
 # Instances of a weight with at least so many rows per column, such as LoRA's B, are computed transposed: products with
