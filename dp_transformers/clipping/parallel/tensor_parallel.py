@@ -255,7 +255,7 @@ class TensorParallel:
         if len(set(self._gathered(_digest(inputs)))) > 1:
             raise ValueError(
                 "the processes of one tensor-parallel group were given different examples, and would compute a "
-                "mixture of them: give all processes of a group the same examples, and different ones to different groups."
+                "mixture of them: give all processes of a group the same examples, and different ones to other groups."
             )
         if len(set(self._gathered(_digest(random_state)))) > 1:
             raise ValueError(
