@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from layers import ALL_MODES, check, weigh
+from layers import ALL_MODES, Calls, check, weigh
 from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -84,15 +84,9 @@ class Sinks(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, positions, D)), None
 
 
-class First(nn.Module):
+def first(inner):
     """The first of what a module returns."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *inputs):
-        return self.inner(*inputs)[0]
+    return Calls(lambda m, *inputs: m.inner(*inputs)[0], inner=inner)
 
 
 class Tokens(nn.Module):
@@ -130,15 +124,6 @@ class Twice(nn.Module):
         return nn.functional.linear(x, self.weight) * self.weight.diagonal() * factor
 
 
-class CallsTwice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Twice()
-
-    def forward(self, x):
-        return self.inner(x) + self.inner(x.tanh(), factor=0.5)
-
-
 class Tied(nn.Module):
     """A scaled embedding whose weight is that of the last layer."""
 
@@ -162,13 +147,19 @@ def ids(batch=4):
 CASES = {
     "norm": (lambda: nn.Sequential(nn.Linear(D, D), Norm()), floats),
     "router": (Routed, floats),
-    "sinks": (lambda: First(Sinks()), floats),
-    "fused attention": (lambda: First(Sinks("fused")), floats),
+    "sinks": (lambda: first(Sinks()), floats),
+    "fused attention": (lambda: first(Sinks("fused")), floats),
     "tokens": (lambda: nn.Sequential(nn.Linear(D, D), Tokens()), floats),
     "child": (lambda: nn.Sequential(nn.Linear(D, D), ReadsAChild()), floats),
-    "twice": (lambda: nn.Sequential(nn.Linear(D, D), CallsTwice()), floats),
+    "twice": (lambda: nn.Sequential(nn.Linear(D, D), Calls(lambda m, x: m.inner(x) + m.inner(x.tanh(), factor=0.5), inner=Twice())), floats),
     "tied": (Tied, ids),
-}
+}  # fmt: skip
+
+
+def same(model, clipper, losses, norms, total):
+    model.zero_grad()
+    torch.testing.assert_close(clipper.backward(losses()), torch.tensor(norms), rtol=1e-5, atol=0)
+    assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
 
 
 def count_forwards(model, monkeypatch):
@@ -316,10 +307,7 @@ def test_below_activation_checkpointing(mode):
     model.saves = True
     with PerExampleClipper(model, 4.4, mode=mode, self_check=True) as clipper:
         for _ in range(2):
-            model.zero_grad()
-            got = clipper.backward(weigh(model(x)))
-            torch.testing.assert_close(got, torch.tensor(norms), rtol=1e-5, atol=0)
-            assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+            same(model, clipper, lambda: weigh(model(x)), norms, total)
         assert any(owner.runs_by_example for owner in clipper.owners)
         assert not any(owner.is_rerun for owner in clipper.owners)
 
@@ -336,9 +324,7 @@ def test_what_vmap_cannot_run_below_activation_checkpointing(mode, limits):
         for limit in limits:
             model.block[1].limit = plain.block[1].limit = limit
             norms, total = clipped_sum(per_example_gradients(plain, lambda b: weigh(plain(b["x"])), {"x": x}), 1.0)
-            model.zero_grad()
-            torch.testing.assert_close(clipper.backward(weigh(model(x))), torch.tensor(norms), rtol=1e-5, atol=0)
-            assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+            same(model, clipper, lambda: weigh(model(x)), norms, total)
         assert [owner for owner in clipper.owners if owner.is_rerun]
 
 
@@ -360,9 +346,7 @@ def test_activation_checkpointing_inside_is_no_matter_of_vmap(mode):
     model, x = nn.Sequential(nn.Linear(D, D), ChecksInside()), floats()
     norms, total = clipped_sum(per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": x}), 4.0)
     with PerExampleClipper(model, 4.0, mode=mode, self_check=True) as clipper:
-        got = clipper.backward(weigh(model(x)))
-        torch.testing.assert_close(got, torch.tensor(norms), rtol=1e-5, atol=0)
-        assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+        same(model, clipper, lambda: weigh(model(x)), norms, total)
 
 
 class Scaled(nn.Module):
@@ -383,21 +367,15 @@ class Scaled(nn.Module):
         return x
 
 
-class Rescaled(nn.Module):
-    def __init__(self, by_name):
-        super().__init__()
-        self.inner, self.head, self.by_name = Scaled(), nn.Linear(D, 3), by_name
-
-    def forward(self, x, scale=None):
-        if scale is None:
-            return self.head(self.inner(x, torch.arange(3.0)))
-        return self.head(self.inner(x, scale=scale) if self.by_name else self.inner(x, scale))
-
-
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_tensor_of_another_role_is_not_given_to_every_example(by_name):
     """Each would see the numbers of all others: what was the same for all when the check looked is not any more."""
-    model, x, scale = Rescaled(by_name), floats(), torch.rand(4)
+
+    def run(m, x, scale=None):
+        how = {"scale": scale} if by_name and scale is not None else {}
+        return m.head(m.inner(x, *([] if how else [torch.arange(3.0) if scale is None else scale]), **how))
+
+    model, x, scale = Calls(run, inner=Scaled(), head=nn.Linear(D, 3)), floats(), torch.rand(4)
     with PerExampleClipper(model, 1.0, self_check=True) as clipper:
         clipper.backward(weigh(model(x)))
         assert any(owner.runs_by_example for owner in clipper.owners)
@@ -416,32 +394,21 @@ class AddsPositions(nn.Module):
         return (x + self.w * table) * self.w
 
 
-class WithPositions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = AddsPositions(), nn.Linear(D, 3)
-        self.register_buffer("table", torch.randn(9, D))
-
-    def forward(self, x):
-        return self.head(self.inner(x, self.table[: x.shape[1]]))
-
-
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_a_table_of_one_row_when_the_check_looked_is_not_divided_among_the_examples(mode):
-    model, loss = WithPositions(), lambda batch: weigh(model(batch["x"]))
+    model = Calls(lambda m, x: m.head(m.inner(x, m.table[: x.shape[1]])), inner=AddsPositions(), head=nn.Linear(D, 3))
+    model.register_buffer("table", torch.randn(9, D))
+    loss = lambda batch: weigh(model(batch["x"]))  # noqa: E731
     with PerExampleClipper(model, 1.0, mode=mode, self_check=True) as clipper:
         for length_of_rows in (1, 3, 2):
             batch = {"x": torch.randn(4, length_of_rows, D)}
-            norms, total = clipped_sum(per_example_gradients(model, loss, batch), 1.0)
-            model.zero_grad()
-            torch.testing.assert_close(clipper.backward(loss(batch)), torch.tensor(norms), rtol=1e-5, atol=0)
-            assert distance([p.grad for p in model.parameters()], total) <= 1e-5 * length(total)
+            same(model, clipper, lambda b=batch: loss(b), *clipped_sum(per_example_gradients(model, loss, batch), 1.0))
         with pytest.raises(UnsupportedModuleError, match="gives another output"):  # whose rows these are, nobody knows
             clipper.backward(weigh(model(torch.randn(4, 4, D))))
 
 
 def test_an_outlier_moves_the_sum_by_no_more_than_the_bound():
-    model, x = nn.Sequential(nn.Linear(D, D), Norm(), Routed(), First(Sinks())), floats()
+    model, x = nn.Sequential(nn.Linear(D, D), Norm(), Routed(), first(Sinks())), floats()
     x[2] *= 1e4
     for mode in ALL_MODES:
         sums = []
@@ -498,14 +465,8 @@ class Keeps(Norm):
         return self.kept[0] if isinstance(self.kept, list) else self.kept
 
 
-class ReadsKept(nn.Module):
-    def __init__(self, kept):
-        super().__init__()
-        self.first, self.inner = nn.Linear(D, D), Keeps(kept, "output")
-
-    def forward(self, x):
-        x = self.inner(self.first(x))
-        return x + self.inner.dictionary()["output"].tanh()
+def reads_kept(kept):
+    return Calls(lambda m, x: m.inner(m.first(x)) + m.inner.dictionary()["output"].tanh(), first=nn.Linear(D, D), inner=Keeps(kept, "output"))  # fmt: skip
 
 
 class Caches(Norm):
@@ -521,19 +482,17 @@ class Caches(Norm):
         return x
 
 
-class WithCache(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner = nn.Linear(D, D), Caches()
-
-    def forward(self, x):
+def with_cache():
+    def run(m, x):
         cache = Caches.Cache()
-        return self.inner(self.first(x), cache) + cache.tensors[0]
+        return m.inner(m.first(x), cache) + cache.tensors[0]
+
+    return Calls(run, first=nn.Linear(D, D), inner=Caches())
 
 
 @pytest.mark.parametrize(
     "model",
-    [lambda: nn.Sequential(nn.Linear(D, D), Stores()), ReadsCollected, lambda: ReadsKept({}), lambda: ReadsKept([{}]), WithCache],
+    [lambda: nn.Sequential(nn.Linear(D, D), Stores()), ReadsCollected, lambda: reads_kept({}), lambda: reads_kept([{}]), with_cache],
     ids=["attribute", "list", "dictionary", "dictionary in a list", "object"],
 )  # fmt: skip
 def test_tensors_of_one_example_do_not_stay(model):
@@ -545,20 +504,6 @@ def test_tensors_of_one_example_do_not_stay(model):
             assert (
                 not torch._C._functorch.is_functorch_wrapped_tensor(value) if isinstance(value, torch.Tensor) else True
             )
-
-
-class Writes(Norm):
-    """Writes to its weight, in one of the ways there are."""
-
-    way = None
-
-    def forward(self, x):
-        with torch.no_grad():
-            if self.way == "detached":
-                self.weight.detach().copy_(x[0, 0])
-            elif self.way is not None:
-                self.weight.copy_(x[0, 0])
-        return super().forward(x)
 
 
 def test_the_forward_of_the_class_comes_back(tmp_path):
