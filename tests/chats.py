@@ -68,11 +68,7 @@ def rows(kind: str, lengths=LENGTHS) -> Dataset:
                 "prompt-completion": {"prompt": f"{prompt} ", "completion": answer},
                 "chat-completion": {"prompt": [question], "completion": [reply]},
                 "preference": {"prompt": f"{prompt} ", "chosen": answer, "rejected": other},
-                "chat-preference": {
-                    "prompt": [question],
-                    "chosen": [reply],
-                    "rejected": [_said("assistant", other)],
-                },
+                "chat-preference": {"prompt": [question], "chosen": [reply], "rejected": [_said("assistant", other)]},
             }[kind]
         )
     return Dataset.from_list(made)

@@ -26,13 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import (
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -1296,22 +1290,10 @@ for kind, lora in (
     cases = CASES if lora == (kind == "SHARDED_STATE_DICT") else MORE
     cases |= {f"save-{name}": (checkpoint, options), f"load-{name}": (checkpoint, {**options, "resume": True})}
 IN_A_SECOND_MODE = (  # what another case shows in one mode already
-    "ddp-lora-ghost",
-    "hand-bad-ghost",
-    "hand-bf16-crowded-fast_gradient",
-    "hand-bf16-ghost",
-    "hand-offload-ghost",
-    "loop-fsdp-ghost",
-    "tp-bad-ghost",
-    "tp-bert-ghost",
-    "tp-fsdp-bf16-ghost",
-    "tp-full-fast_gradient",
-    "tp-lora-ghost",
-    "tp-norms-ghost",
-    "tp-qwen3-ghost",
-    "tp-tied-ghost",
+    "ddp-lora-ghost", "hand-bad-ghost", "hand-bf16-crowded-fast_gradient", "hand-bf16-ghost", "hand-offload-ghost", "loop-fsdp-ghost", "tp-bad-ghost",
+    "tp-bert-ghost", "tp-fsdp-bf16-ghost", "tp-full-fast_gradient", "tp-lora-ghost", "tp-norms-ghost", "tp-qwen3-ghost", "tp-tied-ghost",
     "tp-train-ghost",
-)
+)  # fmt: skip
 MORE |= {name: CASES.pop(name) for name in IN_A_SECOND_MODE}
 if "MORE_CASES" in os.environ:
     CASES |= MORE

@@ -191,11 +191,7 @@ def train(loop: str, task: Task, noted: Noted | None = None) -> list[torch.Tenso
 
 
 def moves(
-    loop: str,
-    task: Task,
-    example: int | tuple[int, ...],
-    again: Task | None = None,
-    noted: Noted | None = None,
+    loop: str, task: Task, example: int | tuple[int, ...], again: Task | None = None, noted: Noted | None = None
 ) -> list[tuple[bool, float]]:
     """For each step whether it drew ``example``, or one of these indices that one example has, and how far the sum
     moves when it is taken out. ``again`` is the same task made anew, where its parts remember a training."""

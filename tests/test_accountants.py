@@ -21,12 +21,7 @@ from dp_transformers import (
     calibrate_noise_multiplier,
     compute_epsilon,
 )
-from dp_transformers.mechanism.accounting import (
-    PrivacyAccountant,
-    accountants,
-    event_epsilon,
-    register_accountant,
-)
+from dp_transformers.mechanism.accounting import PrivacyAccountant, accountants, event_epsilon, register_accountant
 from dp_transformers.mechanism.sampling import Sampling
 from dp_transformers.reports import certificate
 from dp_transformers.reports.findings import Report, look

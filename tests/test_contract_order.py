@@ -14,10 +14,7 @@ from neighbours import LOOPS, Task, backward, engine_for, padded, points, seeded
 from test_contract import Scores, bert, llama, mean_cross_entropy
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    Trainer,
-    TrainerCallback,
-)
+from transformers import Trainer, TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments, FlatClipping
 from dp_transformers.runtime import distributed

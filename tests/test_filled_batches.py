@@ -10,10 +10,7 @@ from test_resume import Classifier, rows
 from torch import nn
 
 from dp_transformers.data.draws import LogicalBatches
-from dp_transformers.mechanism.clipping_functions import (
-    AdaptiveClipping,
-    FlatClipping,
-)
+from dp_transformers.mechanism.clipping_functions import AdaptiveClipping, FlatClipping
 from dp_transformers.mechanism.mechanism import Release
 from dp_transformers.mechanism.sampling import (
     Draw,

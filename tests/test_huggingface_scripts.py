@@ -186,19 +186,8 @@ LOOP = ["--per_device_train_batch_size", "20", "--num_train_epochs", "2"]
 LOOP_SCRIPTS = {
     "run_glue": ["--max_length", "16"],
     "run_mlm": ["--max_seq_length", "16", "--line_by_line", "True"],
-    "run_summarization": [
-        "--max_source_length",
-        "16",
-        "--max_target_length",
-        "8",
-        "--text_column",
-        "text",
-        "--summary_column",
-        "summary",
-        "--num_beams",
-        "1",
-    ],
-}
+    "run_summarization": ["--max_source_length", "16", "--max_target_length", "8", "--text_column", "text", "--summary_column", "summary", "--num_beams", "1"],
+}  # fmt: skip
 
 
 @pytest.mark.skipif(EXAMPLES is None, reason="TRANSFORMERS_EXAMPLES names no folder with the scripts of Hugging Face")

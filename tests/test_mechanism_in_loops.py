@@ -109,12 +109,7 @@ def test_a_mechanism_is_what_the_flags_say(tmp_path, loop):
         report["max_grad_norm"],
         report["expected_batch_size"],
         report["num_examples"],
-    ) == (
-        1.3,
-        BOUND,
-        EXPECTED,
-        N,
-    )
+    ) == (1.3, BOUND, EXPECTED, N)
     begin, *steps = [json.loads(line) for line in (tmp_path / LEDGER_NAME).read_text().splitlines()]
     assert begin["version"] == 2 and Mechanism.from_dict(begin["mechanism"]) == given
     assert [StepParameters(*(line[name] for name in StepParameters._fields)) for line in steps] == [

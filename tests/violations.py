@@ -225,13 +225,7 @@ class Given(Scores):
         return super().forward(x * (numbers[:, None] if getattr(numbers, "ndim", 0) == 1 else numbers))
 
 
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 16,
-}
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}  # fmt: skip
 
 
 def bert(**changes):
@@ -501,11 +495,7 @@ def each(model: Callable, change: Callable) -> Callable[[], Task]:
 
 
 def stacked(rows, change=lambda x: x, **more):
-    return {
-        "x": change(torch.stack([row["x"] for row in rows])),
-        "labels": torch.stack([row["labels"] for row in rows]),
-        **more,
-    }
+    return {"x": change(torch.stack([row["x"] for row in rows])), "labels": torch.stack([row["labels"] for row in rows]), **more}  # fmt: skip
 
 
 def changes(change: Callable) -> Callable:
@@ -869,15 +859,8 @@ def padded_series(fill):
 
 def of_series(loss: Callable, **options: Any):
     return {
-        "rows": series,
-        "model": Series,
-        "collate": padded_series(0.0),
-        "physical": 16,
-        "bound": 0.1,
-        "check": True,
-        **options,
-        "loss": loss,
-    }
+        "rows": series, "model": Series, "collate": padded_series(0.0), "physical": 16, "bound": 0.1, "check": True, **options, "loss": loss,
+    }  # fmt: skip
 
 
 class Pairs(nn.Module):
@@ -1112,14 +1095,7 @@ class Remembers(Scores):
 
     def __init__(self, writes: Callable):
         super().__init__()
-        self.writes, self.count, self.kind, self.switch, self.options, self.listed = (
-            writes,
-            0,
-            "sparse",
-            False,
-            {},
-            [0.0],
-        )
+        self.writes, self.count, self.kind, self.switch, self.options, self.listed = (writes, 0, "sparse", False, {}, [0.0])  # fmt: skip
         self.kept, self.array, self.memory = None, np.zeros(3), torch.ones(1, 6)
         self.register_buffer("mean", torch.zeros(6))
         self.scale = nn.Parameter(torch.ones(6), requires_grad=False)
@@ -1433,11 +1409,7 @@ class Capacity(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.gate, self.experts, self.last = (
-            nn.Linear(6, 2),
-            nn.ModuleList([nn.Linear(6, 8), nn.Linear(6, 8)]),
-            nn.Linear(8, 3),
-        )
+        self.gate, self.experts, self.last = (nn.Linear(6, 2), nn.ModuleList([nn.Linear(6, 8), nn.Linear(6, 8)]), nn.Linear(8, 3))  # fmt: skip
 
     def forward(self, x):
         chosen = self.gate(x).argmax(1)
@@ -1767,14 +1739,8 @@ def scales_released(model=None, **kwargs):
 def in_plain_trainer():
     with tempfile.TemporaryDirectory() as folder:
         args = DPTrainingArguments(
-            folder,
-            target_epsilon=5.0,
-            target_delta=1e-3,
-            max_steps=1,
-            use_cpu=True,
-            report_to="none",
-            expected_batch_size=4,
-        )
+            folder, target_epsilon=5.0, target_delta=1e-3, max_steps=1, use_cpu=True, report_to="none", expected_batch_size=4,
+        )  # fmt: skip
         Trainer(bert(), args, train_dataset=texts([8] * 12)).train()
 
 
@@ -1795,13 +1761,7 @@ def before_the_mixin():
     type("Wrong", (InHouse, DPTrainer.__mro__[1]), {})
 
 
-EVALUATES = {
-    "eval_strategy": "steps",
-    "eval_steps": 1,
-    "metric_for_best_model": "eval_loss",
-    "noise_multiplier": 1.0,
-    "dp_seed": None,
-}
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_loss", "noise_multiplier": 1.0, "dp_seed": None}  # fmt: skip
 
 
 class OnTrainingRows(DPTrainer):

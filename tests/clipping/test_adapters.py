@@ -62,26 +62,14 @@ ADAPTERS = {
     "LoRA with trainable_token_indices": ("Llama", lora(trainable_token_indices=[5, 6, 7])),
     "LoRA with trainable_token_indices, tied": ("Llama tied", lora(trainable_token_indices=[5, 6, 7])),
     "LN tuning": ("Llama", lambda: peft.LNTuningConfig(task_type="CAUSAL_LM")),
-    "IA3": (
-        "Llama",
-        lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=LINEAR, feedforward_modules=["down_proj"]),
-    ),
+    "IA3": ("Llama", lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=LINEAR, feedforward_modules=["down_proj"])),
     "VeRA": ("Llama", lambda: peft.VeraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], r=4)),
     "LoHa": ("Llama", lambda: peft.LoHaConfig(task_type="CAUSAL_LM", target_modules=LINEAR, r=4)),
     "LoKr": ("Llama", lambda: peft.LoKrConfig(task_type="CAUSAL_LM", target_modules=LINEAR, r=4)),
-    "OFT": (
-        "Llama",
-        lambda: peft.OFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], oft_block_size=8),
-    ),
-    "BOFT": (
-        "Llama",
-        lambda: peft.BOFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], boft_block_size=8),
-    ),
+    "OFT": ("Llama", lambda: peft.OFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], oft_block_size=8)),
+    "BOFT": ("Llama", lambda: peft.BOFTConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "o_proj"], boft_block_size=8)),
     "Prompt tuning": ("Llama", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
-    "P-tuning": (
-        "Llama",
-        lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
-    ),
+    "P-tuning": ("Llama", lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16)),
     "Prefix tuning": ("Llama", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
     "LoRA with an orthogonal start": ("Llama", lora(init_lora_weights="orthogonal")),
     "LoRA with layer_replication": ("Llama", lora(layer_replication=[[0, 2], [0, 2]])),
@@ -90,20 +78,8 @@ ADAPTERS = {
     "LoRA on experts (target_parameters), Qwen3-MoE": ("Qwen3-MoE", lora(target_parameters=EXPERTS)),
     "LoRA on experts (target_parameters), OLMoE": ("OLMoE", lora(target_parameters=EXPERTS)),
     "LoRA on experts (target_parameters), GPT-OSS": ("GPT-OSS", lora(target_parameters=EXPERTS)),
-    "LoRA on a weight (target_parameters)": (
-        "Llama",
-        lora(target_modules=["v_proj"], target_parameters=["q_proj.weight"]),
-    ),
-    "BD-LoRA": (
-        "Llama",
-        variant(
-            "use_bdlora",
-            "BdLoraConfig",
-            target_modules_bd_a=["down_proj"],
-            target_modules_bd_b=["q_proj", "v_proj"],
-            nblocks=2,
-        ),
-    ),
+    "LoRA on a weight (target_parameters)": ("Llama", lora(target_modules=["v_proj"], target_parameters=["q_proj.weight"])),
+    "BD-LoRA": ("Llama", variant("use_bdlora", "BdLoraConfig", target_modules_bd_a=["down_proj"], target_modules_bd_b=["q_proj", "v_proj"], nblocks=2)),
     "KaSA": ("Llama", variant("kasa_config", "KasaConfig")),
     "VeLoRA with a random start": ("Llama", variant("velora_config", "VeloraConfig", init_type="random")),
     "AdaMSS": ("Llama", method("AdamssConfig", target_modules=LINEAR, r=8, num_subspaces=2, subspace_rank=2)),
@@ -128,47 +104,26 @@ ADAPTERS = {
     "RandLoRA": ("Llama", method("RandLoraConfig", target_modules=TWO, r=4)),
     "RoAd": ("Llama", method("RoadConfig", target_modules=TWO, group_size=16)),
     "SHiRA": ("Llama", method("ShiraConfig", target_modules=LINEAR, r=4)),
-    "Shadow without an auxiliary loss": (
-        "Llama",
-        method("ShadowConfig", r=4, shadow_dropout=0.0, auxiliary_loss_weight=0.0),
-    ),
+    "Shadow without an auxiliary loss": ("Llama", method("ShadowConfig", r=4, shadow_dropout=0.0, auxiliary_loss_weight=0.0)),
     "Supertuning": ("Llama", method("SupertuningConfig", target_modules=LINEAR)),
     "TinyLoRA": ("Llama", method("TinyLoraConfig", target_modules=LINEAR, u=8, weight_tying=1.0)),
-    "Trainable tokens": (
-        "Llama",
-        method("TrainableTokensConfig", token_indices=list(range(40)), target_modules=["embed_tokens"]),
-    ),
+    "Trainable tokens": ("Llama", method("TrainableTokensConfig", token_indices=list(range(40)), target_modules=["embed_tokens"])),
     "Uni-LoRA": ("Llama", method("UniLoraConfig", target_modules=LINEAR, theta_d_length=64)),
-    "VBLoRA": (
-        "Llama",
-        method("VBLoRAConfig", target_modules=["q_proj"], num_vectors=8, vector_length=16, topk=2, r=4),
-    ),
+    "VBLoRA": ("Llama", method("VBLoRAConfig", target_modules=["q_proj"], num_vectors=8, vector_length=16, topk=2, r=4)),
     "WaveFT": ("Llama", method("WaveFTConfig", target_modules=TWO, n_frequency=20)),
-}
+}  # fmt: skip
 RANDOM = ("LoRA with dropout", "DoRA with dropout", "Poly", "PVeRA")  # they draw random numbers in training
 REFUSED = {
-    "AdaLoRA": (
-        "Llama",
-        lambda: peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=LINEAR, init_r=4, target_r=2, total_step=10),
-        "regulariser",
-    ),
+    "AdaLoRA": ("Llama", lambda: peft.AdaLoraConfig(task_type="CAUSAL_LM", target_modules=LINEAR, init_r=4, target_r=2, total_step=10), "regulariser"),
     "VeLoRA": ("Llama", variant("velora_config", "VeloraConfig"), "averages of private activations"),
     "aLoRA": ("Llama", lora(alora_invocation_tokens=[6, 7]), "positions behind the invocation"),
     "MonteCLoRA": ("Llama", variant("monteclora_config", "MontecloraConfig"), "samples from a store"),
-    "LoRA on MultiheadAttention": (
-        "SigLIP + attention head",
-        lora(target_modules=["attention"], task_type=None),
-        "merges its adapter",
-    ),
-    "CPT": (
-        "Llama",
-        method("CPTConfig", cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]),
-        "a loss of its own",
-    ),
+    "LoRA on MultiheadAttention": ("SigLIP + attention head", lora(target_modules=["attention"], task_type=None), "merges its adapter"),
+    "CPT": ("Llama", method("CPTConfig", cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[1, 2, 3]), "a loss of its own"),
     "Lily": ("Llama", method("LilyConfig", target_modules=TWO, r=4), "mean over all tokens of a batch"),
     "OSF": ("Llama", method("OSFConfig", target_modules=LINEAR, effective_rank=4), "hooks change gradients"),
     "Shadow": ("Llama", method("ShadowConfig", r=4), "auxiliary loss"),
-}
+}  # fmt: skip
 ADAPTERS = {name: entry for name, entry in ADAPTERS.items() if entry[1]}
 REFUSED = {name: entry for name, entry in REFUSED.items() if entry[1]}
 

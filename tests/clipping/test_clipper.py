@@ -7,17 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from models import (
-    CHECKPOINTING,
-    LONG,
-    MODELS,
-    SHORT,
-    Net,
-    batch_for,
-    build,
-    losses_function,
-    net_losses,
-)
+from models import CHECKPOINTING, LONG, MODELS, SHORT, Net, batch_for, build, losses_function, net_losses
 from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 

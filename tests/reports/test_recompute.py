@@ -11,11 +11,8 @@ from dp_transformers.step.ledger import Ledger
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        (TruncatedPoissonSampling(100, 10, 11), TruncatedPoissonSampling(100, 10, 100)),
-        (RandomAllocationSampling(100, 2), RandomAllocationSampling(100, 10)),
-    ],
-)
+    [(TruncatedPoissonSampling(100, 10, 11), TruncatedPoissonSampling(100, 10, 100)), (RandomAllocationSampling(100, 2), RandomAllocationSampling(100, 10))],
+)  # fmt: skip
 def test_a_run_that_went_on_with_another_mechanism_has_no_epsilon(tmp_path, before, after):
     """The lines of steps do not say what cap or which passes they had, so that of the last beginning would count."""
     ledger = Ledger(tmp_path)

@@ -22,13 +22,8 @@ def test_a_share_is_rounded_up_but_not_for_what_floats_add(share, said):
 
 @pytest.mark.parametrize(
     ("steps", "planned", "said"),
-    [
-        (3, 8, "3 of 8 planned"),
-        (8, 8, "8 of 8 planned"),
-        (10, 8, "8 of 8 planned; 2 were taken besides (lost in a restart, say) and count too"),
-        (3, None, "3"),
-    ],
-)
+    [(3, 8, "3 of 8 planned"), (8, 8, "8 of 8 planned"), (10, 8, "8 of 8 planned; 2 were taken besides (lost in a restart, say) and count too"), (3, None, "3")],
+)  # fmt: skip
 def test_steps_are_compared_with_the_plan(tmp_path, steps, planned, said):
     record(tmp_path, steps=steps, how=mechanism(steps=planned))
     assert dict(run_table(read(tmp_path)["runs"][0]))["Steps"] == said

@@ -239,13 +239,8 @@ class Checkpointed(Attention):
 
 
 @pytest.mark.parametrize(
-    "build",
-    [
-        lambda: of_one_attention(twice),
-        lambda: Checkpointed(True, inputs="x,y,y"),
-        lambda: Checkpointed(False, add_bias_kv=True),
-    ],
-)
+    "build", [lambda: of_one_attention(twice), lambda: Checkpointed(True, inputs="x,y,y"), lambda: Checkpointed(False, add_bias_kv=True)],
+)  # fmt: skip
 def test_several_calls_and_checkpointing(build):
     check(build(), batch_of(queries=3))
 

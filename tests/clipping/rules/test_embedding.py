@@ -90,10 +90,7 @@ def test_bags_that_are_no_example_s():
             return self.bag(ids.flatten(), torch.tensor([0, 3, 5])).sum(0).expand(len(ids), 5)
 
     model = Dropped()
-    with (
-        PerExampleClipper(model, 1.0) as clipper,
-        pytest.raises(ValueError, match="(?s)EmbeddingBag|mixes|not exact"),
-    ):
+    with PerExampleClipper(model, 1.0) as clipper, pytest.raises(ValueError, match="(?s)EmbeddingBag|mixes|not exact"):
         clipper.backward(weigh(model(torch.randint(0, 7, (4, 3)))))
 
 

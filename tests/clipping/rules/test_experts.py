@@ -20,17 +20,11 @@ from dp_transformers.clipping.rules.experts import experts
 ALL_MODES = sorted(MODES)
 KERNELS = ["eager", "grouped_mm", "batched_mm"]
 MADE_BY = {  # gated (two); interleaved, transposed and with bias; without gate
-    "Mixtral": lambda e, d, p: MixtralExperts(
-        hf.MixtralConfig(num_local_experts=e, hidden_size=d, intermediate_size=p)
-    ),
-    "Qwen3-MoE": lambda e, d, p: Qwen3MoeExperts(
-        hf.Qwen3MoeConfig(num_experts=e, hidden_size=d, moe_intermediate_size=p)
-    ),
+    "Mixtral": lambda e, d, p: MixtralExperts(hf.MixtralConfig(num_local_experts=e, hidden_size=d, intermediate_size=p)),
+    "Qwen3-MoE": lambda e, d, p: Qwen3MoeExperts(hf.Qwen3MoeConfig(num_experts=e, hidden_size=d, moe_intermediate_size=p)),
     "GPT-OSS": lambda e, d, p: GptOssExperts(hf.GptOssConfig(num_local_experts=e, hidden_size=d, intermediate_size=p)),
-    "Nemotron-H": lambda e, d, p: NemotronHExperts(
-        hf.NemotronHConfig(n_routed_experts=e, hidden_size=d, moe_intermediate_size=p)
-    ),
-}
+    "Nemotron-H": lambda e, d, p: NemotronHExperts(hf.NemotronHConfig(n_routed_experts=e, hidden_size=d, moe_intermediate_size=p)),
+}  # fmt: skip
 
 
 class Routed(nn.Module):

@@ -43,37 +43,22 @@ LAYERS = {  # (the layer, what it is called with)
     "LlamaRMSNorm": (lambda: LlamaRMSNorm(4), [torch.randn(BATCH, 5, 4)]),
     "GroupNorm": (lambda: nn.GroupNorm(2, 4), [torch.randn(BATCH, 4, 5)]),
     "InstanceNorm": (lambda: nn.InstanceNorm1d(4, affine=True), [torch.randn(BATCH, 4, 5)]),
-    "InstanceNorm, evaluating": (
-        lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval(),
-        [torch.randn(BATCH, 4, 5)],
-    ),
+    "InstanceNorm, evaluating": (lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True).eval(), [torch.randn(BATCH, 4, 5)]),
     "BatchNorm, evaluating": (lambda: nn.BatchNorm1d(4).eval(), [torch.randn(BATCH, 4, 5)]),
     "Embedding": (lambda: nn.Embedding(7, 4, padding_idx=2), [IDS]),
     "EmbeddingBag": (lambda: nn.EmbeddingBag(7, 4, padding_idx=2, mode="sum"), [IDS]),
     "Conv2d": (lambda: nn.Conv2d(4, 4, (2, 3), padding=1), [torch.randn(BATCH, 4, 6, 5)]),
     "Conv1d, same": (lambda: nn.Conv1d(4, 4, 2, padding="same"), [torch.randn(BATCH, 4, 6)]),
-    "Conv1d, circular": (
-        lambda: nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"),
-        [torch.randn(BATCH, 4, 6)],
-    ),
-    "MultiheadAttention": (
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
-        [torch.randn(BATCH, 5, 4)] * 3,
-    ),
+    "Conv1d, circular": (lambda: nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"), [torch.randn(BATCH, 4, 6)]),
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), [torch.randn(BATCH, 5, 4)] * 3),
     "RNN": (lambda: nn.RNN(4, 3, batch_first=True), [torch.randn(BATCH, 5, 4)]),
-    "LSTM": (
-        lambda: nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True, dropout=0.5),
-        [torch.randn(BATCH, 5, 4)],
-    ),
+    "LSTM": (lambda: nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True, dropout=0.5), [torch.randn(BATCH, 5, 4)]),
     "GRU": (lambda: nn.GRU(4, 3, 2, batch_first=True), [torch.randn(BATCH, 5, 4)]),
     "RNNCell": (lambda: nn.RNNCell(4, 3), [torch.randn(BATCH, 4)]),
     "LSTMCell": (lambda: LastLSTMCell(4, 3), [torch.randn(BATCH, 4)]),
     "GRUCell": (lambda: nn.GRUCell(4, 3), [torch.randn(BATCH, 4)]),
-    "experts": (
-        experts,
-        [torch.randn(BATCH, 5, 4), torch.randint(4, (BATCH, 5, 2)), torch.rand(BATCH, 5, 2)],
-    ),
-}
+    "experts": (experts, [torch.randn(BATCH, 5, 4), torch.randint(4, (BATCH, 5, 2)), torch.rand(BATCH, 5, 2)]),
+}  # fmt: skip
 
 
 class Model(nn.Module):
