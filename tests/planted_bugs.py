@@ -102,10 +102,8 @@ BUGS = {
     ),
     "noise on each rank": bug("if sharded or distributed.rank() == 0:", "if True:", "test_distributed.py"),
     "an example that is never drawn": bug(
-        "            size = int(generator.binomial(self.num_examples, self.sample_rate))\n"
-        "            yield generator.choice(self.num_examples, size",
-        "            size = int(generator.binomial(self.num_examples - 1, self.sample_rate))\n"
-        "            yield generator.choice(self.num_examples - 1, size",
+        "generator.binomial(sampling.num_examples, sampling.at(step)[0])), largest)\n        yield generator.choice(sampling.num_examples,",
+        "generator.binomial(sampling.num_examples - 1, sampling.at(step)[0])), largest)\n        yield generator.choice(sampling.num_examples - 1,",
         "test_mechanism.py",
         "test_data.py",
     ),
