@@ -33,7 +33,6 @@ from unittest import mock
 import torch
 import transformers
 import transformers.models.llama.modeling_llama  # what all models import, before the forks
-from dp_transformers.clipping.caches import configurations, without_caches
 from torch import nn
 
 import dp_transformers
