@@ -17,7 +17,7 @@ from neighbours import Task, points, texts, trainer_for
 from oracle import clipped_sum, distance, length
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import IBertConfig, IBertForSequenceClassification, RwkvConfig, RwkvModel
+from transformers import IBertConfig, IBertForSequenceClassification, RwkvConfig, RwkvModel, TrainerCallback
 
 from dp_transformers import PrivacyEngine
 from dp_transformers.clipping import model_state
@@ -381,6 +381,31 @@ def test_trained_weights_are_written_by_the_optimizer_alone(where):
             if where == "between physical batches" and not engine.has_stepped:
                 model.first.weight.detach().mul_(0.9)
     assert engine.steps == 0
+
+
+@pytest.mark.parametrize("write_at", [1, 2, 3])
+def test_a_trainer_sees_a_large_frozen_weight_that_one_pass_wrote(write_at, tmp_path):
+    """Also where the pass is looked at, or run again, before its end."""
+
+    class Begins(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            step.append(state.global_step + 1)
+
+    def writes(m, x, h):
+        if step and step[-1] == write_at:
+            rewrites_a_large_weight(m, x, h)
+
+    step: list[int] = []
+
+    def loss(outputs, labels):
+        return F.cross_entropy(outputs, labels, reduction="none")
+
+    task = Task(lambda: with_large_codes(writes), points(12), loss=loss, steps=4, expected=6, physical=2, sigma=1.0)
+    trainer = trainer_for(task, str(tmp_path))
+    trainer.add_callback(Begins())
+    with pytest.raises(ValueError, match=r"'codes.weight' of the model was written to"):
+        trainer.train()
+    assert trainer.state.global_step == write_at - 1
 
 
 def test_a_large_frozen_weight_may_be_written_onto_itself():

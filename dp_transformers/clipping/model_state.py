@@ -53,8 +53,7 @@ class Snapshot:
     Args:
         roots: Modules, with all that they contain, and other objects, by the names that messages call them.
         parameters: Whether frozen parameters are a part of it.
-        sums: Sums of the bits of large tensors by their ids, with the version they are of. They are brought up to
-            date here.
+        sums: Sums of the bits of large tensors that are known, by their ids, with the version they are of.
     """
 
     def __init__(self, roots: Mapping[str, Any], parameters: bool, sums: dict[int, tuple]):
@@ -84,7 +83,7 @@ class Snapshot:
         self._aliases = [self._data[i] for i in self._small]
         self._contents = [x.clone() for x in self._aliases]
         self._versions = list(map(_version_of, self._tensors))
-        self._sums = self._sums_of_large(sums)
+        self.sums = self._sums_of_large(sums)
 
     def _found(self, roots: Mapping[str, Any], parameters: bool) -> Iterator[_Holder]:
         for root, thing in roots.items():
@@ -111,9 +110,7 @@ class Snapshot:
                 found = known.get(id(t))
                 is_known = found is not None and found[0] is t and found[1] == version
                 sums[id(t)] = found if is_known else (t, version, _sum_of_bits(t))
-        known.clear()
-        known.update(sums)
-        return known
+        return sums
 
     def _entries_now(self) -> list[Any]:
         values = chain.from_iterable(map(dict.values, self._dicts))
@@ -137,7 +134,7 @@ class Snapshot:
             torch._foreach_copy_(self._contents, self._aliases)
         self._arrays = [(x, x.copy()) for x, _ in self._arrays]
         self._versions = list(map(_version_of, self._tensors))
-        self._sums = self._sums_of_large(self._sums)
+        self.sums = self._sums_of_large(self.sums)
 
     def restore_buffers(self) -> None:
         """Put back the buffers that were replaced, and what small tensors and arrays hold."""
@@ -173,9 +170,9 @@ class Snapshot:
                 if now != before and i in small:
                     changed.append(self._names[i])
                 elif now != before:
-                    t, _, content = self._sums[id(self._tensors[i])]
+                    t, _, content = self.sums[id(self._tensors[i])]
                     written[self._names[i]] = _sum_of_bits(t) == content
-                    self._sums[id(t)] = (t, now, content)
+                    self.sums[id(t)] = (t, now, content)
             self._versions = versions
         return changed, written
 
@@ -213,7 +210,6 @@ class ModelState:
 
     def __init__(self, parts: dict[str, Any], conditions: Conditions, *, watch_parameters: bool = True):
         self.parts, self._conditions, self._watch_parameters = parts, conditions, watch_parameters
-        self._sums: dict[int, tuple] = {}
         self._start: Snapshot | None = None  # what every pass of the draw begins with
         self._trained: list[tuple[str, nn.Parameter, int | None]] = []  # with the versions they had at its beginning
         self._is_in_draw = self._is_under_way = self._is_checking = self._has_said = False
@@ -265,7 +261,7 @@ class ModelState:
     def restore(self) -> None:
         """Let the next pass of a check begin with what the pass under way began with."""
         if self._start is not None:
-            self._start.restore(modes=False)
+            self._restore(self._start, modes=False)
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -308,8 +304,7 @@ class ModelState:
         try:
             yield
         finally:
-            now.restore()
-            self._require_trained()
+            self._restore(now)
             self._start, self._is_checking, self._trained = start, is_checking, trained
         self._conditions.require()
 
@@ -317,7 +312,7 @@ class ModelState:
         for path, module in self.parts[""].named_modules():
             if is_compiled(module):
                 raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
-        return Snapshot(self.parts, self._watch_parameters, self._sums)
+        return Snapshot(self.parts, self._watch_parameters, {} if self._start is None else self._start.sums)
 
     def _restore(self, snapshot: Snapshot, *, modes: bool = True) -> None:
         changed, written = snapshot.restore(modes=modes)
