@@ -29,6 +29,7 @@ from dp_transformers.clipping.model_state import ModelState
 from dp_transformers.runtime.randomness import SecretSeeds
 from dp_transformers.step import step as private_step
 from dp_transformers.step.gradients import ReleasedGradients
+from dp_transformers.step.order import DrawOrder
 from dp_transformers.step.releases import PrivateLoss
 from dp_transformers.step.step import PrivateStep
 
@@ -39,9 +40,9 @@ PARTS = {
     "random numbers": [(SecretSeeds, "reseed")],
     "state of the model": [(ModelState, "before_forward"), (ModelState, "require_unchanged")],
     "trainable parameters": [(PerExampleClipper, "require_same_parameters")],
-    "sums": [(PrivateStep, "begin_sum"), (PrivateStep, "end_sum")],
+    "sums": [(DrawOrder, "begin_sum")],
     "mixed rows": [(private_step, "refuse_mixed")],
-    "draws": [(PrivateStep, "_require_next"), (PrivateStep, "_left_undone")],
+    "draws": [(DrawOrder, "begin"), (DrawOrder, "hand_out")],
     "optimizers": [(ReleasedGradients, "refuse_unreleased")],
     "private loss": [(PrivateLoss, "add"), (PrivateLoss, "release")],
 }

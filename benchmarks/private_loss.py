@@ -60,7 +60,7 @@ def train(epochs: float, epsilon: float) -> tuple[list[float], list[float], str]
     while len(raw) < engine.privacy_spent().mechanism.steps:
         for x, y in loader:
             losses = F.cross_entropy(model(x), y, reduction="none")
-            engine.clipper.backward(losses)
+            engine.backward(losses)
             optimizer.step()
             private.append(engine.private_loss)
             raw.append(float(losses.detach().mean()))

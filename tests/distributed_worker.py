@@ -352,7 +352,7 @@ def loop(
     for batch in loader:
         optimizer.zero_grad()
         if by == "losses":
-            engine.clipper.backward(losses_of(batch))
+            engine.backward(losses_of(batch))
         else:
             inputs = {k: v for k, v in batch.items() if k != "labels"}
             criterion(net(**inputs).logits, batch["labels"]).backward()
@@ -534,10 +534,10 @@ def following(folder, sharded=False):
             if not bounds or bounds[-1] != optimizer.max_grad_norm:
                 bounds.append(optimizer.max_grad_norm)
             optimizer.zero_grad()
-            norms = engine.clipper.backward(F.cross_entropy(net(x), y, reduction="none"))
+            engine.backward(F.cross_entropy(net(x), y, reduction="none"))
             optimizer.step()
     engine.detach()
-    return {"bounds": bounds, "rows": len(norms)}
+    return {"bounds": bounds, "rows": len(engine.clipper.norms)}
 
 
 def correlated(folder, kind="bands", steps=6, hsdp=False):
@@ -868,7 +868,7 @@ def by_ranks(folder, loop, kind=None, workers=0, **of_the_last):
             while engine.steps < 5:
                 for rows in loader:
                     optimizer.zero_grad()
-                    engine.clipper.backward(losses_of(net(rows["x"]), rows["labels"]))
+                    engine.backward(losses_of(net(rows["x"]), rows["labels"]))
                     optimizer.step()
         finally:
             steps.append(engine.steps)
@@ -1097,7 +1097,7 @@ def refusals(folder):
         made = engine.make_private(module=net, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
                                    loss_reduction="none", max_physical_batch_size=1)  # fmt: skip
         for batch in made[-1]:
-            engine.clipper.backward(losses_of(batch))
+            engine.backward(losses_of(batch))
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():

@@ -156,7 +156,7 @@ def engine_for(task: Task, **options: Any) -> tuple:
 def backward(task: Task, engine: PrivacyEngine, model: nn.Module, batch: Any) -> None:
     args, kwargs, labels = split(batch)
     task.before_forward()
-    engine.clipper.backward((task.loss or find_per_example_loss(model))(model(*args, **kwargs), labels))
+    engine.backward((task.loss or find_per_example_loss(model))(model(*args, **kwargs), labels))
 
 
 def plain_loop(task: Task, **options: Any) -> PlainLoop:

@@ -70,7 +70,7 @@ def bert(dropout=0.0, **changes):
 @pytest.mark.parametrize("moment", ["hand-out", "release"])
 def test_a_process_group_that_is_made_after_the_training_was_set_up(loop, moment, monkeypatch):
     """Each process would draw from all examples, with a secret of its own, and sums of all of them be released."""
-    name = {"hand-out": "physical_batches", "release": "end_sum"}[moment]
+    name = {"hand-out": "physical_batches", "release": "release"}[moment]
     original = getattr(PrivateStep, name)
 
     def join(step, *args):

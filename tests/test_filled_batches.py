@@ -93,11 +93,11 @@ def gradients(loop, folder, mechanism, *, fill, mode="book_keeping", by="losses"
     for x, y in itertools.chain.from_iterable(itertools.repeat(loader)):
         optimizer.zero_grad()
         if by == "losses":
-            engine.clipper.backward(nn.functional.cross_entropy(model(x), y, reduction="none"))
+            engine.backward(nn.functional.cross_entropy(model(x), y, reduction="none"))
         else:
             loss_of(model(x), y).backward()
         optimizer.step()
-        if loader._step.given.last_of_draw:
+        if loader._step.order.in_hand.last_of_draw:
             found.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
         if len(found) == steps:
             engine.detach()

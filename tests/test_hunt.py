@@ -74,7 +74,7 @@ def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, cut_off)
         with pytest.raises(KeyboardInterrupt):
-            engine.clipper.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+            engine.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"interrupted.*drop_draw"):
             criterion(model(x), y).backward()

@@ -126,7 +126,7 @@ def test_loop_takes_the_steps_of_one_example_at_a_time(make_optimizer, physical,
             optimizer.zero_grad()
             F.cross_entropy(model(x), y, reduction=reduction).backward()
             optimizer.step()
-            given = loader._step.given
+            given = loader._step.order.in_hand
             rows += [(x, y)] if given.batch.examples else []
             if given.last_of_draw:
                 assert physical is None or all(len(x) <= physical for x, _ in rows)
@@ -151,7 +151,7 @@ def test_losses_handed_over_per_example(mode, how):
             assert torch.isclose(loss, F.cross_entropy(model(x), y))
             loss.backward()
         else:
-            engine.clipper.backward(F.cross_entropy(model(x), y, reduction="none"))
+            engine.backward(F.cross_entropy(model(x), y, reduction="none"))
         optimizer.step()
         oracle.step(x, y)
     assert oracle.went_as(model)
@@ -252,7 +252,7 @@ def test_removing_an_example_moves_the_sum_by_at_most_the_bound():
             with torch.no_grad():
                 model.head.weight *= 50
             next(iter(loader))
-            loader._step.given.batch.size = len(x[rows])
+            loader._step.order.in_hand.batch.size = len(x[rows])
             F.cross_entropy(model(x[rows]), y[rows], reduction=reduction).backward()
             sums.append([*engine.clipped_sums().values()])
         assert 0.99 * 0.3 <= distance(*sums) <= 0.3 * (1 + 1e-5)
@@ -265,7 +265,7 @@ def test_empty_draws_are_steps_of_noise():
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
-        if loader._step.given.batch.examples == 0:
+        if loader._step.order.in_hand.batch.examples == 0:
             empty += 1
             assert length([*engine.clipped_sums().values()]) == 0
         optimizer.step()
@@ -280,7 +280,7 @@ def test_epsilon_is_that_of_the_steps_taken():
     steps = 0
     for x, y in loader:
         step(model, optimizer, x, y)
-        steps += loader._step.given.last_of_draw
+        steps += loader._step.order.in_hand.last_of_draw
     assert steps == loader.steps_per_epoch == 4
     assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.3, sample_rate=0.25, steps=4, delta=1e-3)
     with pytest.raises(TypeError, match="steps_per_epoch"):
@@ -505,7 +505,7 @@ def test_a_draw_that_was_shown_is_stepped(how):
     for x, y in loader:
         F.cross_entropy(model(x), y).backward()
         batches.append((x, y))
-        if loader._step.given.last_of_draw:
+        if loader._step.order.in_hand.last_of_draw:
             break
         optimizer.step()
     x, y = (torch.cat(column) for column in zip(*batches, strict=True))
@@ -752,7 +752,7 @@ def test_first_step_of_a_model_that_answers_itself(how, dropout, monkeypatch):
     twin = copy.deepcopy(model)
     x, y = next(iter(loader))
     losses = F.cross_entropy(model(x), y, reduction="none")
-    losses.sum().backward() if how == "backward" else engine.clipper.backward(losses)
+    losses.sum().backward() if how == "backward" else engine.backward(losses)
     SecretSeeds(0).reseed()
     F.cross_entropy(twin(x), y, reduction="sum").backward()  # nothing is clipped, so the sum is the ordinary gradient
     grads = [[*engine.clipped_sums().values()], [p.grad for p in twin.parameters() if p.requires_grad]]
@@ -811,7 +811,7 @@ def test_bf16_parameters(physical):
     for x, y in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(x).float(), y).backward()
-        last = loader._step.given.last_of_draw
+        last = loader._step.order.in_hand.last_of_draw
         assert all(p.grad is None for p in model.parameters())
         assert all(total.dtype == torch.float32 for total in engine.clipped_sums().values())
         optimizer.step()

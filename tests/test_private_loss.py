@@ -322,7 +322,7 @@ def test_an_engine_releases_it_where_it_is_asked_to(with_criterion):
         optimizer.zero_grad()
         losses = bounded(model(x), y)
         total += float((losses.detach().clamp(0, 0.8) - 0.4).sum())
-        private_criterion(model(x), y).backward() if with_criterion else engine.clipper.backward(losses)
+        private_criterion(model(x), y).backward() if with_criterion else engine.backward(losses)
         steps = engine.steps
         optimizer.step()
         if engine.steps > steps:
@@ -336,7 +336,7 @@ def test_an_engine_releases_it_where_it_is_asked_to(with_criterion):
 def test_an_engine_is_silent_otherwise_and_needs_losses_of_examples():
     engine, (model, optimizer, loader) = by_engine(noise_multiplier=1.0, max_grad_norm=1.0)
     for x, y in loader:
-        engine.clipper.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+        engine.backward(torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
         optimizer.step()
         optimizer.zero_grad()
     assert engine.private_loss is None and engine.get_epsilon(1e-3) == compute_epsilon(1.0, 0.2, 5, 1e-3)

@@ -52,7 +52,7 @@ def train(*, generator_steps, **options):
         if options.get("loss_reduction") == "mean":
             losses_of(model, x).mean().backward()
         else:
-            engine.clipper.backward(losses_of(model, x))
+            engine.backward(losses_of(model, x))
         optimizer.step()
         for _ in range(generator_steps):
             with engine.suspended():
@@ -79,7 +79,7 @@ def test_a_generator_is_trained_and_the_discriminator_is_not_told(options):
 def test_the_generator_s_gradient_is_that_of_an_ordinary_model():
     engine, model, optimizer, loader, generator, _ = loop()
     x = next(iter(loader))[0]
-    engine.clipper.backward(losses_of(model, x))
+    engine.backward(losses_of(model, x))
     optimizer.step()
     z, plain = torch.randn(7, NOISE), copy.deepcopy(model)
     with engine.suspended():
@@ -103,7 +103,7 @@ def test_the_clipped_sum_outlives_the_block():
     """Autograd adds to p.grad in place, where no sum is."""
     engine, model, optimizer, loader, generator, _ = loop()
     start, x = flat(model), next(iter(loader))[0]
-    engine.clipper.backward(losses_of(model, x))
+    engine.backward(losses_of(model, x))
     sums = engine.clipped_sums().values()
     with engine.suspended():
         (1000 * losses_of(model, generator(torch.randn(7, NOISE))).mean()).backward()
@@ -139,7 +139,7 @@ def test_no_raw_gradient_is_stepped_with(how, at):
     engine, model, optimizer, loader, _, generator_optimizer = loop()
     x = next(iter(loader))[0]
     if at != "before backward":
-        engine.clipper.backward(losses_of(model, x))
+        engine.backward(losses_of(model, x))
     if at == "after the step":
         optimizer.step()
     before = flat(model)
@@ -180,7 +180,7 @@ def test_losses_stay_on_their_side_of_the_block(reduction):
         made_inside().sum().backward()
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(ValueError):
-        engine.clipper.backward(made_inside())
+        engine.backward(made_inside())
     assert all(p.grad is None for p in model.parameters())
     outside = losses_of(model, x)
     with pytest.raises(ValueError, match="earlier forward pass"), engine.suspended():
@@ -188,7 +188,7 @@ def test_losses_stay_on_their_side_of_the_block(reduction):
     assert all(p.grad is None for p in model.parameters())
     both = made_inside() + losses_of(model, x)
     with pytest.raises(ValueError):
-        both.mean().backward() if reduction == "mean" else engine.clipper.backward(both)
+        both.mean().backward() if reduction == "mean" else engine.backward(both)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -199,7 +199,7 @@ def test_an_error_in_the_block_leaves_the_loop_as_it_was():
         losses_of(model, x).sum().backward()
         raise ZeroDivisionError
     assert all(p.grad is None for p in model.parameters())
-    engine.clipper.backward(losses_of(model, x))
+    engine.backward(losses_of(model, x))
     optimizer.step()
 
 

@@ -200,7 +200,8 @@ def by_engine(task: Task, mode: str, reduction: str = "mean") -> Trajectory:
             if follows:
                 getattr(losses, reduction)().backward()
             else:
-                trajectory.norms.append(engine.clipper.backward(losses))
+                engine.backward(losses)
+                trajectory.norms.append(engine.clipper.norms)
             optimizer.step()
             if trainable(model)[0].grad is not None:  # otherwise there are more batches of this draw
                 trajectory.note()

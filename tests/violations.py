@@ -483,7 +483,7 @@ def each(model: Callable, change: Callable) -> Callable[[], Task]:
         def body(plain: PlainLoop, batch: Any) -> None:
             changed()
             plain.optimizer.zero_grad()
-            plain.engine.clipper.backward(ce(plain.model(batch["x"]), batch["labels"]))
+            plain.engine.backward(ce(plain.model(batch["x"]), batch["labels"]))
             plain.optimizer.step()
 
         return given(made, body=body, callbacks=[Begins()], physical=8, steps=4, check=True)()

@@ -468,7 +468,7 @@ class PerExampleClipper:
         into: GradientSums | None = None,
     ) -> torch.Tensor:
         """Add ``sum_i weights[i] · min(1, C / ‖g_i‖) · g_i`` to the ``grad`` of every trainable parameter, g_i = ∇
-        losses[i], or what another clipping function says. In a private training it is added to the sums of the step.
+        losses[i], or what another clipping function says.
 
         An example whose gradient is not finite (that of a group, where groups are clipped by themselves) contributes
         zero and leaves the others untouched.
@@ -489,7 +489,7 @@ class PerExampleClipper:
             SelfCheckError: an example's loss is another one alone.
         """
         if into is None and self._engine.loop is not None:
-            return self._engine.loop.add(losses, weights)
+            raise ValueError("this clipper belongs to a private training: call backward(losses) of its PrivacyEngine.")
         losses_b = None if isinstance(losses, BatchLoss) else losses
         if losses_b is not None and self._boundary is not None:
             self._boundary.look_at(losses_b)

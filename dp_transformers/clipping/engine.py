@@ -56,8 +56,8 @@ class TrainingLoop(Protocol):
         are not clipped as one."""
 
     def add(self, losses: torch.Tensor | BatchLoss, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Somebody calls :meth:`.PerExampleClipper.backward` with these, and no sums of his own. Clips them into the
-        sums of the loop, and returns the (B,) norms. May raise."""
+        """Called for the loss that an ordinary ``loss.backward()`` goes back from. Clips it into the sums of the loop,
+        and returns the (B,) norms. May raise."""
 
 
 class ClippingEngine:

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ..clipping import PerExampleClipper
 from ..clipping.checks.losses import expect_same_alone
 from ..clipping.checks.outputs import is_batch_second
 from ..clipping.checks.rows import Rows
 from ..clipping.errors import warn_once
-from ..step.step import Given
+from ..step.step import PrivateStep
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +37,15 @@ class PrivateCriterion:
 
     Args:
         criterion: With the attribute ``reduction``.
-        clipper: It forms the clipped sum.
+        step: The private step, to whose sums its losses are added.
         loss_reduction: "mean" or "sum", as the criterion's.
-        current_batch: Returns the physical batch that the loop works on, if there is one.
     """
 
     def __init__(
         self,
         criterion: nn.Module,
-        clipper: PerExampleClipper,
+        step: PrivateStep,
         loss_reduction: str,
-        current_batch: Callable[[], Given | None],
     ):
         reduction = getattr(criterion, "reduction", None)
         if reduction not in REDUCTIONS or reduction != loss_reduction:
@@ -57,12 +54,12 @@ class PrivateCriterion:
                 f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
                 "engine.backward(losses), without criterion."
             )
-        clipper.watch("criterion", criterion)
+        step.clipper.watch("criterion", criterion)
         vars(self).update(
             reduction=reduction,
             _given=criterion,
-            _clipper=clipper,
-            _current_batch=current_batch,
+            _step=step,
+            _clipper=step.clipper,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +90,7 @@ class PrivateCriterion:
             return loss
         self._compare(args, kwargs, losses_b)
         return _ClippedBackward.apply(
-            torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._clipper
+            torch.zeros((), device=loss.device, requires_grad=True), loss.detach(), [losses_b], self._step
         )
 
     def _each(self, args: tuple, kwargs: dict) -> torch.Tensor:
@@ -126,7 +123,7 @@ class PrivateCriterion:
     def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
         """Raise ValueError if the loss of an example, or its gradient, is another one alone and unpadded, where rows
         of this batch were compared."""
-        given, (leaves, structure) = self._current_batch(), tree_flatten((args, kwargs))
+        given, (leaves, structure) = self._step.current_batch(), tree_flatten((args, kwargs))
         batch_first, size = self._clipper.batch_first, len(losses_b)
         is_square = any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in leaves)
         if not self._clipper.compares_rows or (is_square and not batch_first):  # nobody knows which come first
@@ -157,14 +154,14 @@ class PrivateCriterion:
 
 
 class _ClippedBackward(torch.autograd.Function):
-    """Returns the value of a loss. Its backward calls the clipper's on the losses of the examples."""
+    """Returns the value of a loss. Its backward hands the losses of the examples to the private step."""
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], clipper: PerExampleClipper
+        ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], step: PrivateStep
     ) -> torch.Tensor:
         # autograd does not see tensors that are in a list, so it does not go on to them by itself
-        ctx.losses, ctx.clipper = losses, clipper
+        ctx.losses, ctx.step = losses, step
         return loss.clone()
 
     @staticmethod
@@ -174,9 +171,9 @@ class _ClippedBackward(torch.autograd.Function):
                 "backward was called twice on one loss of the private criterion, which would add every example's "
                 "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
             )
-        ctx.clipper.conditions.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
+        ctx.step.clipper.conditions.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
         with torch.enable_grad():
-            ctx.clipper.backward(ctx.losses.pop())
+            ctx.step.add(ctx.losses.pop())
         return None, None, None, None
 
 

@@ -168,7 +168,7 @@ class PrivacyEngine:
         Raises:
             ValueError: the losses are no such ones, or the batch was gone back over before.
         """
-        self._made_private().clipper.backward(losses)
+        self._made_private().step.add(losses)
 
     def clipped_sums(self) -> dict[str, torch.Tensor]:
         """Return copies of the clipped sums of the draw that is not stepped yet, by the names of the parameters: the

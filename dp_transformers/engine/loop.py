@@ -19,8 +19,9 @@ from ..clipping import PerExampleClipper
 from ..mechanism.accounting.accountants import require_small_delta
 from ..mechanism.values import StepParameters
 from ..step.checkpoint import PrivacyState
+from ..step.order import BatchInHand
 from ..step.run import PrivateRun
-from ..step.step import Given, PrivateStep
+from ..step.step import PrivateStep
 from .loader import PrivateLoader
 
 SIGNATURE = "private_training"  # the key in the optimizer's state that names the engine which counts its steps
@@ -46,7 +47,7 @@ class PrivateLoop:
         self.step, self.optimizer, self.loader, self.loss_reduction = step, optimizer, loader, loss_reduction
         # these are this engine's own, whichever run it resumes
         self._id, self._process, self._planned = self.run.state.run_id, os.getpid(), self.run.mechanism.steps
-        self._stepped: Given | None = None  # the batch that the last step was for
+        self._stepped: BatchInHand | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
         self._is_suspended = self._is_checkpointing = False
         self._shown: dict[str, float] = {}
@@ -123,7 +124,7 @@ class PrivateLoop:
             ValueError: there was an unfinished draw, or a batch of it left something behind in the model, and no
                 other error is on its way.
         """
-        unfinished = self.step.is_unfinished
+        unfinished = self.step.order.is_unfinished
         self.step.close()
         self.run.unfinished += unfinished
         self.clipper.detach()
@@ -187,7 +188,7 @@ class PrivateLoop:
             )
         state = PrivacyState.from_dict(saved)
         state.require(self.run.state)
-        if self.step.is_unfinished:  # its examples would meet two models
+        if self.step.order.is_unfinished:  # its examples would meet two models
             self._drop_draw()
         executed = [
             Counter({StepParameters(*step): count for *step, count in segment})
@@ -272,7 +273,7 @@ class PrivateLoop:
                 "the private optimizer would step inside 'with engine.suspended():', where gradients are not clipped "
                 "and have no noise. Step there with the optimizer of what else is trained, and with this one outside."
             )
-        if self._stepped is not None and self._stepped is self.step.given:
+        if self._stepped is not None and self._stepped is self.step.order.in_hand:
             self.step.gradients.refuse_unreleased(optimizer, also_own=True)
             if self._is_stepping:
                 # the step of a base class, called by that of the optimizer's own; or again, after it raised
@@ -284,12 +285,12 @@ class PrivateLoop:
         self._require_shown_parameters()
         self._require_same_settings()
         self.step.finish_batch(optimizer)
-        self._stepped, self._is_stepping = self.step.given, True
+        self._stepped, self._is_stepping = self.step.order.in_hand, True
         return None if closure is None else ((optimizer, lambda: loss), {})
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
         self._is_stepping = False
-        if not self.step.is_unfinished:
+        if not self.step.order.is_unfinished:
             self._show_parameters(self.step.number + 1)
 
 

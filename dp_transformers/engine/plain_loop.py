@@ -176,11 +176,7 @@ class PlainLoop:
                 own_optimizer=self.optimizer,
             )
             undo.callback(step.close)
-            criterion = (
-                None
-                if self.criterion is None
-                else PrivateCriterion(self.criterion, clipper, self.loss_reduction, step.current_batch)
-            )
+            criterion = None if self.criterion is None else PrivateCriterion(self.criterion, step, self.loss_reduction)
             clipper.follow(step, self.loss_reduction if criterion is None else "none")
             reduction = None if self.loss_reduction == "none" else self.loss_reduction
             loader = PrivateLoader(draws, step, self.data_loader, self.max_physical_batch_size)

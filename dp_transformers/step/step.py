@@ -4,9 +4,9 @@ DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the cont
 contract is checked in each step of both loops, when it matters, and not once before training.
 
 * Draws come one after the other, each is worked on in full, and none is left out
-  (:meth:`PrivateStep.physical_batches`).
+  (:mod:`.step.order`).
 * A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), and forward and backward
-  run once over it (:meth:`PrivateStep.begin_sum`).
+  run once over it (:meth:`PrivateStep.add`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
 * Clipping is compared with one row at a time whenever something about a batch is new, and by chance
   (:meth:`PrivateStep.check`).
@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any, cast
 
@@ -31,7 +29,6 @@ from ..checks.validation import validate_optimizer
 from ..clipping import PerExampleClipper
 from ..clipping.checks.outputs import LossFunction
 from ..clipping.errors import SelfCheckError
-from ..clipping.gradient_sums import GradientSums
 from ..clipping.loss_graph import BatchLoss
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
 from ..data.mixup import refuse_mixed
@@ -45,31 +42,11 @@ from ..noise.sharded import ShardedNoise
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds, require_unseeded
 from .gradients import ReleasedGradients
+from .order import BatchInHand, DrawOrder, Stage
 from .releases import LOSS, NoisedShare, PrivateLoss, loss_release
 from .run import PrivateRun
 
 logger = logging.getLogger(__name__)
-
-
-class _Stage(Enum):
-    GIVEN, SUMMING, SUMMED, DONE = auto(), auto(), auto(), auto()
-
-
-@dataclass(eq=False)
-class Given:
-    """A physical batch in the hands of the loop, with the stage it is in.
-
-    Attributes:
-        draw: The number of the draw that the batch is a part of.
-        last_of_draw: Whether it is the last physical batch of that draw.
-        refusal: Why no sum may be formed of it; None if one may.
-    """
-
-    batch: PhysicalBatch
-    draw: int
-    last_of_draw: bool
-    refusal: str | None = None
-    stage: _Stage = _Stage.GIVEN
 
 
 class PrivateStep:
@@ -92,8 +69,7 @@ class PrivateStep:
 
     Attributes:
         gradients: What keeps optimizers from gradients that were not released.
-        given: The physical batch in the hands of the loop; None where there is none.
-        number: The step that the last draw is for, counted from 0; -1 before the first draw.
+        order: It knows which draw, and which of its physical batches, is worked on.
         loss: The noised mean of the losses of the draw that was released last, of shape (); None before, and where it
             is not released.
     """
@@ -132,13 +108,8 @@ class PrivateStep:
         self._lengths_that_came, self._is_chosen_length = set[int](), False  # of rows that were padded before
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
         self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
-        self.given: Given | None = None
-        self.number = -1
-        self._last_draw = -1  # the number of the last draw that came
+        self.order, self._is_closed = DrawOrder(), False
         self._summed_draw = -1  # the number of the draw that the sums belong to
-        self._last_released: int | None = None  # number of the last draw that was released, or that before the first
-        self._dropped_draw = -1  # the number of the last draw that was dropped
-        self._is_closed = False
 
     def close(self) -> None:
         """Stop looking at optimizers, drop the draw that is worked on, and give no other."""
@@ -147,22 +118,16 @@ class PrivateStep:
         self._is_closed = True
 
     @property
-    def _has_ranks(self) -> bool:
-        """Whether other processes have batches of the draw, too: which rows are theirs depends on all of them."""
-        return self._place[1] > 1
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether the loop was given a draw that no step was taken for."""
-        return self.given is not None and not (self.given.stage is _Stage.DONE and self.given.last_of_draw)
+    def number(self) -> int:
+        """The step that the last draw is for, counted from 0; -1 before the first draw."""
+        return self.order.step
 
     def drop(self) -> bool:
         """Drop the sums of an unfinished draw, so that nobody steps with them, and return whether there was one."""
         self._sums.clear()
         self.gradients.drop(released=False)
-        unfinished = self.is_unfinished
-        self.given, self.run.unfinished, self._dropped_draw = None, 0, self._last_draw
-        return unfinished
+        self.run.unfinished = 0
+        return self.order.drop()
 
     @property
     def clipping(self) -> ClippingFunction:
@@ -171,7 +136,7 @@ class PrivateStep:
 
     # ---- draws ----
 
-    def physical_batches(self, draw: LogicalBatch) -> Iterator[Given]:
+    def physical_batches(self, draw: LogicalBatch) -> Iterator[BatchInHand]:
         """Yield the physical batches of a draw one after the other. Where parameters are sharded, every rank is given
         as many. A draw that is dropped ends."""
         if self._is_closed:
@@ -180,8 +145,7 @@ class PrivateStep:
                 "its draws, add noise or count them. Iterate over your own DataLoader, or call make_private again."
             )
         self._require_same_processes()
-        self._require_next(draw)
-        self.number = draw.step
+        self.order.begin(draw)
         self._begin_draw()
         batches, clipper = list(draw.batches), self.clipper
         clipper.begin_draw()
@@ -192,15 +156,14 @@ class PrivateStep:
         )
         batches += [self._data.filler() for _ in range(rounds - len(batches))]
         for i, batch in enumerate(batches):
-            if draw.number <= self._dropped_draw or self._is_closed:
+            if self.order.is_dropped(draw) or self._is_closed:
                 return
-            refusal = self._left_undone(draw.number)
-            self.given = Given(batch, draw.number, i == len(batches) - 1, refusal)
+            given = self.order.hand_out(batch, draw, is_last=i == len(batches) - 1)
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             if self._own_optimizer is None:  # DPTrainer's next call computes the losses
                 clipper.begin_pass()
-            yield self.given
+            yield given
 
     def _require_same_processes(self) -> None:
         if (now := distributed.place()) != self._place:
@@ -220,53 +183,12 @@ class PrivateStep:
         if self._share is not None:
             self._share.begin_draw()
 
-    def _require_next(self, draw: Any) -> None:
-        if not isinstance(draw, LogicalBatch):
-            raise ValueError(
-                f"the train dataloader gave a {type(draw).__name__}, and not the draws that epsilon is computed "
-                "for: it was replaced. Leave get_train_dataloader as it is; pass train_dataset and "
-                "data_collator."
-            )
-        last, self._last_draw = self._last_draw, max(draw.number, self._last_draw)
-        if last < 0:
-            self._last_released = draw.number - 1
-        if draw.number <= last:
-            raise RuntimeError(
-                "a draw was replayed by the train dataloader, so the examples are not drawn as epsilon assumes: do "
-                "not cache or repeat its batches."
-            )
-        if last >= 0 and draw.number != last + 1 and not draw.starts_pass:
-            raise RuntimeError(
-                "a draw was left out by the train dataloader, so the examples are not drawn as epsilon assumes: do "
-                "not skip or reorder its batches."
-            )
-
-    def _left_undone(self, draw: int) -> str | None:
-        before = self.given
-        if before is None or (before.stage is _Stage.DONE and (before.last_of_draw or before.draw == draw)):
-            return None
-        if before.stage is _Stage.SUMMED and before.draw != draw:
-            return (
-                "loss.backward() ran on a new draw before optimizer.step() was called for the one before. Every draw "
-                "is one step: call optimizer.step() after every backward. For larger batches raise the DataLoader's "
-                "batch_size and set max_physical_batch_size."
-            )
-        if before.stage is _Stage.SUMMED:
-            return None
-        return (
-            "the loader was asked for another batch before loss.backward() ran on the one before. Run backward and "
-            "optimizer.step() on every batch before you take the next, and before break: which examples take part in "
-            "a step must not depend on data. Do not peek with next(iter(loader)), and do not prefetch batches "
-            "yourself (num_workers of the DataLoader loads ahead safely). If an error or Ctrl-C stopped the loop, "
-            "call engine.drop_draw(), which counts the draw as a step, and take the next batch."
-        )
-
     # ---- before a forward pass (the clipper asks) ----
 
     def before_forward(self, args: tuple, kwargs: dict) -> None:
         """Refuse rows that the loop mixed. Seed the random numbers, and in a loop of the user's check a batch of a new
         kind."""
-        given = self.current_batch()
+        given = self.order.current
         # rows that are not the loaded ones, and no mixtures of them, may have been augmented
         if given is not None and refuse_mixed(given.batch.rows, (args, kwargs), given.batch.size):
             require_unseeded("the training loop, after it took a batch")
@@ -277,12 +199,12 @@ class PrivateStep:
     def after_forward(self, output: Any) -> None:
         """Let a loop's backward pass refuse gradients at a row's padding. DPTrainer's losses are looked at
         themselves."""
-        if self.given is not None and self._own_optimizer is not None:
-            self.clipper.expect_no_gradient_at_padding(output, self.given.batch.sizes)
+        if self.order.in_hand is not None and self._own_optimizer is not None:
+            self.clipper.expect_no_gradient_at_padding(output, self.order.in_hand.batch.sizes)
 
-    def current_batch(self) -> Given | None:
+    def current_batch(self) -> BatchInHand | None:
         """Return the physical batch that is worked on; None between the batches."""
-        return None if self.given is None or self.given.stage is _Stage.DONE else self.given
+        return self.order.current
 
     def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> None:
         """Compare rows of the batch in the hands of the loop with each alone, if something about them is new
@@ -291,7 +213,7 @@ class PrivateStep:
         Raises:
             SelfCheckError: clipping is not exact for such a batch, or its padding changes gradients.
         """
-        given, clipper = self.given, self.clipper
+        given, clipper = self.order.in_hand, self.clipper
         if given is None:
             return
         clipper.require_same_parameters()  # before a check meets what was changed
@@ -351,11 +273,23 @@ class PrivateStep:
         Raises:
             ValueError: no sum may be formed of this batch, or of these losses.
         """
-        own_b, clipping, sums = self.begin_sum(self.clipper.require_forward(losses).batch_size)
-        if own_b is not None:
+        given = self.order.begin_sum(batch_size := self.clipper.require_forward(losses).batch_size)
+        require_unseeded("the model's forward pass, or what ran between it and backward()")
+        if given.draw != self._summed_draw:
+            self._summed_draw = given.draw
+            self._begin_draw()
+        given.stage = Stage.SUMMING
+        if given.batch.fillers:
+            own_b = (torch.arange(batch_size) < given.batch.examples).float()
             weights = own_b if weights is None else weights * own_b.to(weights)
-        norms_b = self.clipper.backward(losses, weights, clipping=clipping, into=sums)
-        self.end_sum(None if isinstance(losses, BatchLoss) else losses.detach(), weights)
+        self._sums.reduces = self._reduce_every_batch or given.last_of_draw
+        norms_b = self.clipper.backward(losses, weights, clipping=self.clipping, into=self._sums)
+        given.stage = Stage.SUMMED
+        if self._private_loss is not None:
+            assert isinstance(losses, torch.Tensor), "make_private refuses a loop that hands over one loss"
+            self._private_loss.add(losses.detach(), weights)
+        if self._share is not None:
+            self._share.add(norms_b[: given.batch.examples], self.clipping.sensitivity)
         return norms_b
 
     def clipped_sums(self) -> dict[str, torch.Tensor]:
@@ -363,62 +297,6 @@ class PrivateStep:
         data."""
         sums = ((name, self._sums[p]) for name, p in self.clipper.model.named_parameters())
         return {name: total.clone() for name, total in sums if total is not None}
-
-    def begin_sum(self, batch_size: int) -> tuple[torch.Tensor | None, ClippingFunction, GradientSums]:
-        """Return what the clipped gradients of the batch in the hands of the loop are multiplied with (None: ones),
-        what clips them, and what they are added to.
-
-        Raises:
-            ValueError: no sum may be formed of this batch.
-        """
-        given = self.given
-        if given is None:
-            raise ValueError(
-                "loss.backward() ran on data that did not come from the loader that make_private returned, or on a "
-                "draw that was dropped since (engine.drop_draw()): iterate over that loader, and call the model on "
-                "its batches."
-            )
-        if given.refusal is not None:
-            raise ValueError(given.refusal)
-        if given.stage is _Stage.SUMMING:
-            raise ValueError(
-                "an earlier backward pass on this batch was interrupted, and may have added a part of its sum. Call "
-                "engine.drop_draw(), which counts the draw as a step, and take the next batch."
-            )
-        if given.stage is not _Stage.GIVEN:
-            raise ValueError(
-                "backward ran a second time on one batch of the loader, or on other data after it: an example's "
-                "gradient would be added twice, or one that was not drawn. Add the losses of a batch up first. For a "
-                "loss that is not the private one (a generator's, an adversarial input's) go forward and backward "
-                "inside 'with engine.suspended():'."
-            )
-        if batch_size != given.batch.size:
-            raise ValueError(
-                f"the model was called with {batch_size} rows, but the loader's batch has {given.batch.size} "
-                "examples, so the norm of a row is not the norm of an example. Call the model once with the whole "
-                "batch that the loader gave, one row for each example: do not repeat, join, flatten or split rows, "
-                "and take no data from another loader. If the batch is the second dimension of what the model is "
-                "given, call make_private with batch_first=False."
-            )
-        require_unseeded("the model's forward pass, or what ran between it and backward()")
-        if given.draw != self._summed_draw:
-            self._summed_draw = given.draw
-            self._begin_draw()
-        given.stage = _Stage.SUMMING
-        weights_b = (torch.arange(batch_size) < given.batch.examples).float() if given.batch.fillers else None
-        self._sums.reduces = self._reduce_every_batch or given.last_of_draw
-        return weights_b, self.clipping, self._sums
-
-    def end_sum(self, losses_b: torch.Tensor | None = None, weights_b: torch.Tensor | None = None) -> None:
-        """The batch was added: count its examples, and add their losses where those are released."""
-        given = self.given
-        assert given is not None  # begin_sum refuses to form a sum without a batch
-        given.stage = _Stage.SUMMED
-        if self._private_loss is not None:
-            assert losses_b is not None, "make_private refuses a loop that hands over one loss for the batch"
-            self._private_loss.add(losses_b, weights_b)
-        if self._share is not None:
-            self._share.add(self.clipper.norms[: given.batch.examples], self.clipping.sensitivity)
 
     # ---- the release ----
 
@@ -432,7 +310,7 @@ class PrivateStep:
                 released.
             RuntimeError: the budget is spent. Nothing is released.
         """
-        clipper, given = self.clipper, self.given
+        clipper, order = self.clipper, self.order
         self._require_same_processes()
         clipper.shards.reshard()
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -440,20 +318,9 @@ class PrivateStep:
             validate_optimizer(optimizer, clipper.model)
             self._validated = optimizer
         clipper.end_draw()
-        self._require_no_gap()
-        if (
-            given is not None
-            and not (given.stage is _Stage.SUMMED and given.last_of_draw)
-            and given.draw == self._last_draw
-        ):
-            raise ValueError(
-                "the draw is not finished: a physical batch of it had no backward pass, so its sum may not be stepped "
-                "with. Run forward and backward once on every physical batch before the step. If one raised an error, "
-                "do not go on with this draw, but take a new one (with PrivacyEngine after engine.drop_draw(), which "
-                "counts the old one as a step)."
-            )
+        order.require_finished(self.run.mechanism)
         # the program waits for the device here, and before this in clipping alone
-        distributed.require_on_all(clipper.conditions.require, clipper.device, draw=self._last_draw)
+        distributed.require_on_all(clipper.conditions.require, clipper.device, draw=order.last)
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:
@@ -461,8 +328,8 @@ class PrivateStep:
         summed = bool(clipper.shards or clipper.parallel)
         relative_std = self.run.mechanism.noise.relative_std(self._released)
         scales = clipper.noise_scales_of(self.clipping)
-        if given is not None:
-            given.stage = _Stage.SUMMING  # interrupted from here on, the sum is gone
+        if order.in_hand is not None:
+            order.in_hand.stage = Stage.SUMMING  # interrupted from here on, the sum is gone
         self._sums.become_gradients()
         add_noise_and_divide(
             clipper.parameters,
@@ -481,27 +348,14 @@ class PrivateStep:
         if self._share is not None:
             clipping = cast(AdaptiveClipping, self.clipping)
             self.run.move(clipping.moved(self._share.release(clipping, used.expected_batch_size)))
-        self._last_released, self.run.unfinished = self._last_draw, 0
-        if given is not None:
-            given.stage = _Stage.DONE
+        order.end_release()
+        self.run.unfinished = 0
 
     def _say_noise(self, variance: float, scales: Sequence[float]) -> None:
         """Attach to the gradients the variance of their noise, given that of parameters whose noise is not scaled.
         With this they count as released."""
         for p, scale in zip(self.clipper.parameters, scales, strict=True):
             set_noise_variance(cast(torch.Tensor, p.grad), variance * scale**2)
-
-    def _require_no_gap(self) -> None:
-        """Raise ValueError if draws were left out under a mechanism whose ε is that of consecutive draws."""
-        mechanism, before = self.run.mechanism, self._last_released
-        if mechanism.needs_every_draw and before is not None and self._last_draw != before + 1:
-            raise ValueError(
-                f"draws {before + 1} to {self._last_draw - 1} were left out (engine.drop_draw(), or a loop that left "
-                f"the loader before its end), but with sampling {mechanism.sampling.kind!r} and noise "
-                f"{mechanism.noise.kind!r} epsilon is that of draws that follow each other. Load a checkpoint into a "
-                "new engine, start another training from the original model, or take PoissonSampling and "
-                "IndependentNoise without a schedule."
-            )
 
     def finish_batch(self, optimizer: torch.optim.Optimizer) -> None:
         """Do what ``optimizer.step()`` of a loop asks for: release the draw after its last physical batch, and nothing
@@ -510,18 +364,12 @@ class PrivateStep:
         Raises:
             ValueError: no clipped sum was formed of the batch.
         """
-        given = self.given
-        if given is None or given.stage is not _Stage.SUMMED:
-            raise ValueError(
-                "optimizer.step() was called without a loss.backward() on a batch of the private loader since the "
-                "last step: call each of them once for every batch of the loader, one backward, one step. If one was "
-                "interrupted, call engine.drop_draw(), which counts the draw as a step, and take the next batch."
-            )
+        given = self.order.require_summed()
         if given.last_of_draw:
             self.release(optimizer)
         else:
             self.gradients.drop()  # whatever somebody put there: nothing is stepped with
-            given.stage = _Stage.DONE
+            given.stage = Stage.DONE
 
 
 def _refuse_what_no_step_does(mechanism: Mechanism) -> None:

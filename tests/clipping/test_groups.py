@@ -101,7 +101,7 @@ class Twice(OwnNoise):
 @pytest.mark.parametrize(
     ("clipping", "message"),
     [
-        (OwnNoise(), r"its sensitivity is 0.5, but its groups together have 1.22474,.*too little"),
+        (OwnNoise(), r"is 0.5, but its groups together have 1.22474,.*too little"),
         (Forgotten(), r"in 0 of its groups: .*each trainable parameter in one of its groups"),
         (Twice(), r"in 2 of its groups: .*each trainable parameter in one of its groups"),
         (PerGroupClipping((("table", FlatClipping(1.0)),)), "'twice.weight' matches none"),
