@@ -74,14 +74,14 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
         clipper.backward(task.forward(model), into=sums)
 
     def step() -> None:
-        clipper.end_draw()
-        clipper.conditions.require()
+        clipper.engine.end_draw()
+        clipper.engine.conditions.require()
         sums.become_gradients()
         add_noise_and_divide(
             clipper.parameters, noise, dither=dither, std=std, divisor=task.size, scales=clipper.noise_scales
         )
         optimizer.step()
-        clipper.begin_draw(numbers=0)
+        clipper.engine.begin_draw(numbers=0)
         clipper.look_at_memory(next(steps), int)  # of one rank, the least is its own
 
     return backward, step

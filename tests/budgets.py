@@ -34,7 +34,7 @@ def example_batch(positions, seed=0):
 
 def plan_of(clipper):
     """What would be kept of the forward pass that has just run, by name."""
-    engine = clipper._engine
+    engine = clipper.engine
     plan = engine.plan(engine.forward, engine.groups)
     names = {p: name for name, p in clipper.model.named_parameters()}
     return plan.one_pass, {names[p] for p, is_kept in plan.instances.items() if is_kept}

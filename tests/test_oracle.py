@@ -427,8 +427,8 @@ def test_a_batch_takes_no_more_memory_than_a_step():
         rows = Rows.of(model, (x,), {})
 
         def compared():
-            with clipper._engine.trial():
-                assert Comparison(clipper._engine, rows, rows.spread(), None).run().are_small
+            with clipper.engine.trial():
+                assert Comparison(clipper.engine, rows, rows.spread(), None).run().are_small
 
         compared()  # which draws the directions of projections
         for p in model.parameters():

@@ -117,7 +117,7 @@ def test_packed_sequences_in_a_plain_loop(cls, enforce_sorted):
     for (x, _), found, engine in trained(model, data, collate, call):
         own = unpacked(nn.Identity(), (x,), {})[0][0]
         examples = [by_content[tuple(r[:n].flatten().tolist())] for r, n in zip(own.padded, own.lengths, strict=True)]
-        with engine.clipper._engine.suspended():
+        with engine.clipper.engine.suspended():
             expected = clipped_sum(model, examples, loss_of, 0.1)
         if found.any() or len(examples) > 1:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
@@ -136,7 +136,7 @@ def test_ids_and_offsets_in_a_plain_loop():
 
     for (labels, text, offsets), found, engine in trained(model, data, bags_collated, call):
         examples = list(zip(torch.tensor_split(text, offsets[1:]), labels.tolist(), strict=True))
-        with engine.clipper._engine.suspended():
+        with engine.clipper.engine.suspended():
             expected = clipped_sum(model, examples, loss_of, 0.1)
         if found.any() or len(examples) > 1:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

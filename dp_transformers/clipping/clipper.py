@@ -32,7 +32,6 @@ from .checks.padding import expect_no_gradient_at_padding
 from .checks.rows import MOST, Rows, Sizes
 from .checks.witness import Schedule, Witness
 from .coefficients import checked_clipping
-from .conditions import Conditions
 from .engine import ClippingEngine, TrainingLoop
 from .gradient_sums import GradientSums
 from .loss_graph import BatchLoss
@@ -74,6 +73,9 @@ class PerExampleClipper:
             free after some steps, and at most a quarter of what was in use
             (:mod:`dp_transformers.clipping.measured_budget`).
 
+    Attributes:
+        engine: The engine that clips. A private step begins and ends its draws.
+
     Raises:
         ValueError: nothing to train, unknown mode, or a bound that is not a number, or too small.
 
@@ -112,7 +114,7 @@ class PerExampleClipper:
         self.compares_rows = False
         self._boundary: Boundary | None = None  # between the model and a loop of the user's
         self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
-        self._engine = ClippingEngine(
+        self.engine = ClippingEngine(
             model,
             choose_mode(mode, model, self.clipping),
             clipping=self.clipping,
@@ -120,7 +122,7 @@ class PerExampleClipper:
             before_forward=self._before_forward,
             memory=memory_budget_of(memory_budget),
         )
-        self._engine.on_outputs, self._oracle = self._after_forward, Oracle(self._engine)
+        self.engine.on_outputs, self._oracle = self._after_forward, Oracle(self.engine)
         self.attach()
 
     @property
@@ -142,33 +144,29 @@ class PerExampleClipper:
 
     @property
     def model(self) -> nn.Module:
-        return self._engine.model
+        return self.engine.model
 
     @property
     def mode(self) -> Mode:
-        return self._engine.mode
-
-    @property
-    def batch_first(self) -> bool:
-        return self._engine.batch_first
+        return self.engine.mode
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
-        return self._engine.trainable.parameters
+        return self.engine.trainable.parameters
 
     @property
     def device(self) -> torch.device:
         """The device that the model computes on."""
-        return self._engine.trainable.device
+        return self.engine.trainable.device
 
     @property
     def shards(self) -> Shards:
-        return self._engine.trainable.shards
+        return self.engine.trainable.shards
 
     @property
     def parallel(self) -> TensorParallel:
-        return self._engine.trainable.parallel
+        return self.engine.trainable.parallel
 
     @property
     def norms(self) -> torch.Tensor:
@@ -176,9 +174,9 @@ class PerExampleClipper:
         ``loss.backward()`` ran it. They are private data, and no noise is in them: look at them to debug on public
         examples, and neither publish them nor choose the bound by them (:class:`.AdaptiveClipping` does that
         privately)."""
-        if not hasattr(self._engine, "norms_b"):
+        if not hasattr(self.engine, "norms_b"):
             raise ValueError("there are no norms before the first backward pass: ask for them after one.")
-        return self._engine.norms_b
+        return self.engine.norms_b
 
     @property
     def noise_scales(self) -> list[float]:
@@ -188,25 +186,25 @@ class PerExampleClipper:
     def noise_scales_of(self, clipping: ClippingFunction) -> list[float]:
         """Return, for each of :attr:`parameters`, the standard deviation of its noise over that of a group of all of
         them, where ``clipping`` clips."""
-        scales = {p: group.noise_scale for group in self._engine.groups_of(clipping) for p in group.parameters}
+        scales = {p: group.noise_scale for group in self.engine.groups_of(clipping) for p in group.parameters}
         return [scales[p] for p in self.parameters]
 
     def empty_sums(self) -> GradientSums:
         """Make sums for :meth:`backward` to add to, out of reach of what reads or writes ``p.grad``."""
-        return GradientSums(self._engine.trainable)
+        return GradientSums(self.engine.trainable)
 
     @property
     def owners(self) -> list[Owner]:
-        return self._engine.owners
+        return self.engine.owners
 
     # ---- attaching ----
 
     def attach(self) -> None:
         """Hook the modules that own trainable parameters, and let the model be checked anew. Does nothing if
         attached."""
-        if self._engine.is_attached:
+        if self.engine.is_attached:
             return
-        is_other = self._engine.attach()
+        is_other = self.engine.attach()
         self._oracle.begin_anew()  # owners are found in the check, and nobody looked at the model meanwhile
         self._follow_backward()
         if is_other and not self.self_check:
@@ -216,7 +214,7 @@ class PerExampleClipper:
         """Remove the hooks and everything that was kept."""
         if self._boundary is not None:
             unfollow(self._boundary)
-        self._engine.detach()
+        self.engine.detach()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -230,7 +228,7 @@ class PerExampleClipper:
             ValueError: the block changed a parameter, a buffer or an attribute of the model; or, where it happens,
                 losses from before the block go backward in it, or losses from the block after it.
         """
-        engine = self._engine
+        engine = self.engine
         engine.forget()
         with engine.state.aside():
             grads = [(p, p.grad) for p in self.parameters]
@@ -258,7 +256,7 @@ class PerExampleClipper:
                 where ``loss`` is that reduction of the examples' losses over the batch, or "none", where it does not.
                 None in any other loop.
         """
-        engine = self._engine
+        engine = self.engine
         self._boundary = None if loss_reduction is None else Boundary(engine, loss_reduction, loop.add)
         engine.loop, engine.follows = loop, self._boundary is not None and self._boundary.follows
         engine.install_hooks()
@@ -290,7 +288,7 @@ class PerExampleClipper:
             SelfCheckError: norms, sums or losses are others than those of one example at a time.
         """
         self._oracle.begin_anew()
-        return run_check(self._engine, args, kwargs, loss_function, self._oracle)
+        return run_check(self.engine, args, kwargs, loss_function, self._oracle)
 
     def compare(
         self,
@@ -321,7 +319,7 @@ class PerExampleClipper:
         if not self.self_check:
             return None
         self.recheck_if_changed()
-        size, lengths = batch_size_of(self.model, args, kwargs, self.batch_first), lengths or {}
+        size, lengths = batch_size_of(self.model, args, kwargs, self.engine.batch_first), lengths or {}
         if not size:  # it shows nothing, and adds nothing
             return None
         kind = (len(args), tuple(kwargs), losses_of is None)
@@ -331,51 +329,28 @@ class PerExampleClipper:
         self.compares_rows = bool(count) or is_looked_at
         if not self.compares_rows:
             return None
-        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.batch_first)
+        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
         start, is_first = time.perf_counter(), not self._oracle.has_compared
         if count:
             self._oracle.compare(kind, rows, count, lengths, losses_of)
         if is_looked_at:
             secret = secrets.randbits(64) if secret is None else secret
-            self._witness = Witness(self._engine, rows, losses_of, secret)
+            self._witness = Witness(self.engine, rows, losses_of, secret)
         return time.perf_counter() - start if is_first else None
 
     def expect_no_gradient_at_padding(self, output: Any, lengths: Sizes) -> None:
         """Expect that the loss has no gradient at positions of ``output`` that are padding; see
         :func:`.checks.padding.expect_no_gradient_at_padding`."""
-        expect_no_gradient_at_padding(self._engine, output, lengths, self._oracle.position_dims)
+        expect_no_gradient_at_padding(self.engine, output, lengths, self._oracle.position_dims)
 
     def recheck_if_changed(self) -> None:
         """Let rows be compared again if the model has other modules, or modules of other classes, than before."""
-        if self._engine.state.is_watching:
+        if self.engine.state.is_watching:
             return
         modules, before = [(module, type(module)) for module in self.model.modules()], self._modules
         if modules != before:
             self._modules = modules
             self._oracle.begin_anew()
-
-    def begin_draw(self) -> None:
-        """The model may have been written to since the last draw, and from now on not before the next one."""
-        self._engine.begin_draw()
-
-    def begin_pass(self) -> None:
-        """A physical batch is about to be worked on: let the model and the losses that are watched be what they were
-        when its draw began."""
-        self._engine.state.before_forward()
-
-    def end_draw(self) -> None:
-        """The draw is released or dropped: put back what its passes left in the model, which from now on is the user's
-        to change."""
-        self._engine.end_draw()
-
-    def end_pass(self) -> None:
-        """Put back now what a pass that has not gone backward left in the model: before somebody reads it."""
-        self._engine.state.end_pass()
-
-    def again(self) -> contextlib.AbstractContextManager:
-        """Inside, losses may be computed again from what the pass under way began with; afterwards everything is as
-        it is now."""
-        return self._engine.state.again()
 
     def watch(self, name: str, loss: Callable[..., Any]) -> None:
         """Put back what passes leave in ``loss``, too: in a module or an object, or in that whose method it is."""
@@ -383,39 +358,30 @@ class PerExampleClipper:
             loss = loss.func
         owner = getattr(loss, "__self__", loss)
         if not isinstance(owner, types.FunctionType):
-            self._engine.watch(name, owner)
-
-    @property
-    def conditions(self) -> Conditions:
-        """What must hold before anything is released, and only the device can tell."""
-        return self._engine.conditions
+            self.engine.watch(name, owner)
 
     def require_same_parameters(self) -> None:
         """Raise ValueError if other parameters are trainable than when the clipper was attached, or somebody else
         looks at their gradients."""
-        if not self._engine.is_attached:
+        if not self.engine.is_attached:
             raise ValueError(
                 "the clipper was taken off the model (detach()), so nothing bounds gradients: attach() it before the "
                 "next batch."
             )
-        self._engine.trainable.require_same()
-        self._engine.trainable.refuse_gradient_hooks()
+        self.engine.trainable.require_same()
+        self.engine.trainable.refuse_gradient_hooks()
 
     def _before_forward(self, args: tuple, kwargs: dict) -> None:
-        loop = self._engine.loop
-        if loop is not None:
-            self.require_same_parameters()
+        if self.engine.loop is not None:
+            self.engine.loop.before_forward(args, kwargs)
         else:
-            if not self._engine.trainable.are_the_same():  # something was frozen or unfrozen since
+            if not self.engine.trainable.are_the_same():  # something was frozen or unfrozen since
                 logger.warning(
                     "the set of trainable parameters changed since the clipper was attached; it is attached anew."
                 )
                 self.detach()
                 self.attach()
             self._count_steps()
-        if loop is not None:
-            loop.before_forward(args, kwargs)
-        else:
             self.compare(args, kwargs)
             self._versions = self._written()  # the check writes to parameters too
         if self._witness is not None:
@@ -431,7 +397,7 @@ class PerExampleClipper:
             steps: How many steps there were. All ranks call this after the same ones.
             least: Returns the least of all ranks' numbers.
         """
-        budget = self._engine.memory
+        budget = self.engine.memory
         if not isinstance(budget, MeasuredBudget) or budget.is_settled or steps < 1 or steps & (steps - 1):
             return
         if steps == 1:
@@ -448,16 +414,11 @@ class PerExampleClipper:
 
     def _written(self) -> int:
         """How often parameters were written to; -1 where nobody needs to know."""
-        budget = self._engine.memory
+        budget = self.engine.memory
         is_open = isinstance(budget, MeasuredBudget) and not budget.is_settled
         return sum(p._version for p in self.parameters) if is_open else -1
 
     # ---- backward ----
-
-    def require_forward(self, losses: torch.Tensor | BatchLoss) -> ForwardPass:
-        """Return the forward pass that losses come from. Raise ValueError if they cannot come from the last
-        one."""
-        return self._engine.require_forward(losses)
 
     def backward(
         self,
@@ -488,17 +449,17 @@ class PerExampleClipper:
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
             SelfCheckError: an example's loss is another one alone.
         """
-        if into is None and self._engine.loop is not None:
+        if into is None and self.engine.loop is not None:
             raise ValueError("this clipper belongs to a private training: call backward(losses) of its PrivacyEngine.")
         losses_b = None if isinstance(losses, BatchLoss) else losses
         if losses_b is not None and self._boundary is not None:
             self._boundary.look_at(losses_b)
-        if self._engine.forward is not None:
-            self._require_known(self._engine.forward)
+        if self.engine.forward is not None:
+            self._require_known(self.engine.forward)
         if losses_b is not None:
             self._look(losses_b, of_losses=True)
-        groups = self._engine.groups_of(self.clipping if clipping is None else clipping)
-        return self._engine.backward(losses, weights=weights, groups=groups, into=into)
+        groups = self.engine.groups_of(self.clipping if clipping is None else clipping)
+        return self.engine.backward(losses, weights=weights, groups=groups, into=into)
 
     def _require_known(self, forward: ForwardPass) -> None:
         """Compare once more where a module was called otherwise than in the rows that were compared, so that nobody
@@ -517,7 +478,7 @@ class PerExampleClipper:
                 "is not looked at. Call it in every forward pass, on all rows, and mask what it is not for."
             )
         kind, args, kwargs, losses_of, lengths, sizes_of = self._call
-        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.batch_first)
+        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
         self._oracle.compare(kind, rows, MOST, lengths, losses_of)
 
     def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:

@@ -19,7 +19,7 @@ def state_of(
     loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks that hold shards call this."""
-    loop.clipper.end_pass()
+    loop.clipper.engine.state.end_pass()
     with loop.checkpointing():
         weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
     return {**others, "module": weights, "optimizer": moments, "privacy": loop.to_dict()}

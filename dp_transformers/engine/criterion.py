@@ -102,7 +102,7 @@ class PrivateCriterion:
     def _by_example(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """(B,) losses from those that the criterion gave."""
         counted = self._counted(each, args, kwargs)
-        if each.dim() > 1 and not self._clipper.batch_first:
+        if each.dim() > 1 and not self._clipper.engine.batch_first:
             each, counted = each.movedim(1, 0), counted.movedim(1, 0)
         losses_b = each if each.dim() == 1 else each.flatten(1).sum(1)
         if each.dim() > 1 and self.reduction == "mean":
@@ -117,14 +117,14 @@ class PrivateCriterion:
         return losses_b
 
     def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._clipper.again():
+        with self._clipper.engine.state.again():
             return self._by_example(self._each(args, kwargs), args, kwargs)
 
     def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
         """Raise ValueError if the loss of an example, or its gradient, is another one alone and unpadded, where rows
         of this batch were compared."""
         given, (leaves, structure) = self._step.current_batch(), tree_flatten((args, kwargs))
-        batch_first, size = self._clipper.batch_first, len(losses_b)
+        batch_first, size = self._clipper.engine.batch_first, len(losses_b)
         is_square = any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in leaves)
         if not self._clipper.compares_rows or (is_square and not batch_first):  # nobody knows which come first
             return
@@ -171,7 +171,7 @@ class _ClippedBackward(torch.autograd.Function):
                 "backward was called twice on one loss of the private criterion, which would add every example's "
                 "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
             )
-        ctx.step.clipper.conditions.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
+        ctx.step.clipper.engine.conditions.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
         with torch.enable_grad():
             ctx.step.add(ctx.losses.pop())
         return None, None, None, None

@@ -99,12 +99,12 @@ class PrivateLoop:
             ValueError: a batch of it left something behind in the model.
         """
         self._drop_draw()
-        self.clipper.conditions.begin()
+        self.clipper.engine.conditions.begin()
 
     def _drop_draw(self) -> None:
         if self.step.drop():
             self.run.spend_step(self.step.number)
-        self.clipper.end_draw()
+        self.clipper.engine.end_draw()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -138,7 +138,7 @@ class PrivateLoop:
         self._shown = {}
         if sys.exc_info()[1] is not None:
             return
-        self.clipper.conditions.begin()
+        self.clipper.engine.conditions.begin()
         if unfinished:
             raise ValueError(
                 "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "

@@ -148,7 +148,7 @@ class PrivateStep:
         self.order.begin(draw)
         self._begin_draw()
         batches, clipper = list(draw.batches), self.clipper
-        clipper.begin_draw()
+        clipper.engine.begin_draw()
         clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
         rounds = max(
             self._at_least,
@@ -162,7 +162,7 @@ class PrivateStep:
             self.run.unfinished = int(self._own_optimizer is not None)
             self._seeds.reseed()  # for what a loop does with the batch before the model sees it
             if self._own_optimizer is None:  # DPTrainer's next call computes the losses
-                clipper.begin_pass()
+                clipper.engine.state.before_forward()
             yield given
 
     def _require_same_processes(self) -> None:
@@ -273,7 +273,7 @@ class PrivateStep:
         Raises:
             ValueError: no sum may be formed of this batch, or of these losses.
         """
-        given = self.order.begin_sum(batch_size := self.clipper.require_forward(losses).batch_size)
+        given = self.order.begin_sum(batch_size := self.clipper.engine.require_forward(losses).batch_size)
         require_unseeded("the model's forward pass, or what ran between it and backward()")
         if given.draw != self._summed_draw:
             self._summed_draw = given.draw
@@ -317,10 +317,10 @@ class PrivateStep:
         if stepped != self._trained or optimizer is not self._validated:
             validate_optimizer(optimizer, clipper.model)
             self._validated = optimizer
-        clipper.end_draw()
+        clipper.engine.end_draw()
         order.require_finished(self.run.mechanism)
         # the program waits for the device here, and before this in clipping alone
-        distributed.require_on_all(clipper.conditions.require, clipper.device, draw=order.last)
+        distributed.require_on_all(clipper.engine.conditions.require, clipper.device, draw=order.last)
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:

@@ -53,19 +53,20 @@ class Loop:
 
     def add(self, losses, weights=None):
         norms = self.clipper.backward(losses, weights, into=self.sums)
-        self.clipper.conditions.require()
+        self.clipper.engine.conditions.require()
         return norms
 
     def current_batch(self):
         return self.token
 
-    def before_forward(self, args, kwargs): ...
+    def before_forward(self, args, kwargs):
+        self.clipper.compare(args, kwargs)
 
     def after_forward(self, output): ...
 
     def batch(self):
         self.token, self.sums = object(), self.clipper.empty_sums()
-        self.clipper.begin_draw(None)
+        self.clipper.engine.begin_draw()
         return self
 
     def total(self):

@@ -44,10 +44,10 @@ def train(model, clipper, batches):
 
 def backward(clipper, losses):
     """The plan that it was done by."""
-    plans, plan = [], clipper._engine.plan
-    clipper._engine.plan = lambda *args: (plans.append(plan(*args)), plans[-1])[1]
+    plans, plan = [], clipper.engine.plan
+    clipper.engine.plan = lambda *args: (plans.append(plan(*args)), plans[-1])[1]
     clipper.backward(losses)
-    del clipper._engine.plan
+    del clipper.engine.plan
     return plans[0]
 
 
@@ -60,7 +60,7 @@ def test_it_is_nothing_until_steps_after_the_first_were_no_larger_than_those_bef
     model = net()
     with PerExampleClipper(model, 1.0, "ghost", memory_budget="auto") as clipper:
         assert train(model, clipper, [40] * 6) == [False] * 4 + [True] * 2
-        assert clipper._engine.memory.limit == SHARE * FREE
+        assert clipper.engine.memory.limit == SHARE * FREE
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_it_is_a_share_of_what_is_free_and_a_part_of_what_is_in_use(highest, fre
     model = net()
     with PerExampleClipper(model, 1.0, "ghost", memory_budget="auto") as clipper:
         one_pass = train(model, clipper, [40] * 5)[-1]
-        assert (clipper._engine.memory.limit, one_pass) == (limit, limit > 0)
+        assert (clipper.engine.memory.limit, one_pass) == (limit, limit > 0)
 
 
 def test_it_waits_while_passes_grow_and_then_looks_ever_more_rarely():

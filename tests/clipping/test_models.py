@@ -104,7 +104,7 @@ def test_bf16_autocast(name, monkeypatch):
                     batch = {k: v[:1].expand_as(v) for k, v in batch.items()}
                 scale[seed % 4] = 1e3  # an outlier
                 losses = in_bf16(batch)
-                norms_b = clipper._engine.norms_of_weighted(losses, scale)
+                norms_b = clipper.engine.norms_of_weighted(losses, scale)
                 scale /= float(norms_b.quantile(0.3)) * 0.99 or 1.0  # most are clipped
                 _, whole = summed(clipper, losses * scale)
                 weights[(seed // 4) % 4] = 0

@@ -121,7 +121,7 @@ def test_each_group_of_parameters_waits_once(device, waits):
         losses = losses_function(model)(batch)
         with waits() as found:
             clipper.backward(losses)
-        groups = len(clipper._engine.groups)
+        groups = len(clipper.engine.groups)
     assert groups > 10 and found.total() == groups + 2, found  # the losses, and the model
 
 
