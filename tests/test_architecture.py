@@ -1,5 +1,6 @@
 """The rooms and who may know whom; what importing costs; what the README says."""
 
+import ast
 import json
 import re
 import subprocess
@@ -35,6 +36,35 @@ def test_only_one_room_of_clipping_speaks_to_ranks():
         if "torch.distributed" in path.read_text()
     }
     assert {path.parent.name for path in speaking} == {"parallel"}
+
+
+def code_lines(text):
+    """Return how many lines are no docstring, no comment and not blank."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    lines = enumerate(text.splitlines(), 1)
+    return sum(i not in docstrings and bool(line.strip()) and not line.strip().startswith("#") for i, line in lines)
+
+
+def test_nothing_grows_past_its_budget():
+    package, tests = (
+        {path: path.read_text() for path in (ROOT / room).rglob("*.py")} for room in ("dp_transformers", "tests")
+    )
+    classes = {
+        node.name: code_lines("\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno]))
+        for text in package.values()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ClassDef) and node.name not in dp_transformers.__all__
+    }
+    assert max(classes.values()) <= 350, max(classes, key=classes.get)
+    assert sum(map(code_lines, package.values())) <= 18_100
+    assert len(package) <= 165
+    assert sum(map(code_lines, tests.values())) <= 32_000
 
 
 def test_lint():
