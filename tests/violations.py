@@ -2091,7 +2091,7 @@ STATE = [
     loop("the optimizer counts its calls", REFUSED, OCCASIONAL, counts_its_calls, "between"),
     loop("momentum is halved in each physical batch", YOURS, CONTRIVED, why="moments are the loop's own; the optimizer's settings and numbers are compared"),
     loop("an average of the weights is updated in each physical batch", YOURS, OCCASIONAL, why="outside of the model and its optimizer; next: the number of physical batches is kept from the loop"),
-    trainer("a loss writes trained weights by .data", YOURS, CONTRIVED, why="a write through .data leaves no trace; writes that autograd counts are refused"),
+    trainer("a loss writes trained weights by .data", YOURS, CONTRIVED, why="a write by .data leaves no version behind"),
     both("a number begins to mix the examples between draws", REFUSED, OCCASIONAL, each(Mixes, at_two(lambda m: setattr(m, "epoch", 1))), "mixes", begins=2),
     both("a word begins to mix the examples between draws", REFUSED, OCCASIONAL, each(Mixes, at_two(lambda m: setattr(m, "mode", "other"))), "mixes", begins=2),
     both("a switch of an object begins to mix the examples", REFUSED, CONTRIVED, each(Mixes, at_two(lambda m: setattr(m.options, "mixes", True))), "mixes", begins=2),
