@@ -7,7 +7,7 @@ be selected, replaced and generated as for any other tensor; :func:`packed` conv
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,8 +15,6 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils._pytree import MappingKey, register_pytree_node, tree_leaves, tree_map
-
-_SHORTEST_LONGEST = 3  # generated rows have three different lengths
 
 
 @dataclass(frozen=True)
@@ -177,23 +175,3 @@ def number_of_examples(module: nn.Module, args: tuple, kwargs: dict) -> int | No
 
 def _has_dim(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dim() > 0
-
-
-# ---- generated rows ----
-
-
-def varied(structure: Any) -> Any:
-    """Change the lengths of rows to three different ones. They are not sorted, unless the model's input is, so that a
-    model which ignores the order of a PackedSequence is detected."""
-
-    def change(x: Any) -> Any:
-        if not isinstance(x, Ragged):
-            return x
-        missing = max(0, _SHORTEST_LONGEST - x.padded.shape[1])
-        more = x.padded.new_zeros(len(x.padded), missing, *x.padded.shape[2:])
-        padded = torch.cat([x.padded, more], 1)
-        by_one = [0, 1, 2] if x.form == "sorted" else [1, 0, 2]
-        shorter_b = x.lengths.new_tensor(by_one)[torch.arange(len(padded), device=x.lengths.device) % len(by_one)]
-        return replace(x, padded=padded, lengths=(padded.shape[1] - shorter_b).to(x.lengths))
-
-    return tree_map(change, structure, is_leaf=is_ragged)
