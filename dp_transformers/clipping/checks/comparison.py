@@ -89,9 +89,11 @@ class Comparison:
     Attributes:
         together: The chosen rows as they stand.
         position_dims: In which dimension each of the model's outputs has padding, where these were compared.
+        is_reentrant: Whether a part of the model ran under reentrant checkpointing, which hides it from autograd.
     """
 
     position_dims: Sequence[int | None] = ()
+    is_reentrant = False
 
     def __init__(self, engine: ClippingEngine, rows: Rows, chosen: Sequence[int], losses_of: LossFunction | None):
         self._engine, self._rows, self._chosen, self._losses_of = engine, rows, list(chosen), losses_of
@@ -124,6 +126,11 @@ class Comparison:
             losses.append(projected(own))
         return torch.cat(losses)
 
+    def _noted_losses(self) -> torch.Tensor:
+        losses_b, forward = self.losses(), self._engine.forward
+        self.is_reentrant = forward is not None and forward.reentrant
+        return losses_b
+
     @staticmethod
     def _padded_dim(x: torch.Tensor, shapes: Sequence[torch.Size]) -> int | None:
         """Return in which dimension an output has padding. Nothing but zeros there is none: no gradient leads from
@@ -140,7 +147,7 @@ class Comparison:
         with self._engine.suspended():
             alone = [self._alone(i) for i in self._chosen]
         self._shapes = [each.shapes for each in alone] if self._losses_of is None else []
-        losses_b, norms_b, total, bounds, low_precision = clipped(self._engine, self.losses)
+        losses_b, norms_b, total, bounds, low_precision = clipped(self._engine, self._noted_losses)
         _require_equal_replicas(self._engine, total, TOLERANCE[low_precision])
         own_b = torch.stack([_together(each.lengths.values()) for each in alone]).to(norms_b.device)
         of_one_b = torch.stack([each.loss for each in alone]).float().to(losses_b.device)

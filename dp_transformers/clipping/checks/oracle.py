@@ -13,6 +13,7 @@ copies of their parameters, so that a gradient which still reaches a parameter c
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,10 +132,18 @@ class Oracle:
         """Compare in the mode that the model is in, without dropout. If other random numbers are drawn there, a row
         has not the same ones alone; then the model must evaluate."""
         engine, device = self._engine, self._engine.trainable.device
-        with perturbed(engine), without_dropout():
+        with perturbed(engine), without_dropout(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
             before = global_state(device)
-            errors = self._discovered(given)
-            if errors.are_small or same_global_state(before, global_state(device)):
+            try:
+                errors = self._discovered(given)
+            except RuntimeError as error:
+                if not _is_reentrant(error):
+                    raise
+                engine.begin_anew()
+                with evaluating(engine.model):  # where nothing is checkpointed, if at all
+                    return self._discovered(given)
+            if errors.are_small or not (given.is_reentrant or not same_global_state(before, global_state(device))):
                 return errors
             with evaluating(engine.model):
                 before = global_state(device)
@@ -217,7 +226,8 @@ def _discover(engine: ClippingEngine, given: Comparison) -> None:
     leaves = tree_leaves((rows.args, rows.kwargs))
     taken = {n for x in leaves if has_batch(x, rows.size) for n in x.shape[1:]}
     size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
-    batches = {n: rows.only([j % rows.size for j in range(n)]) for n in (size, other_size)}
+    # with copies of one row in the second, so that the tokens which an expert takes do not grow as the rows do
+    batches = {size: rows.only([j % rows.size for j in range(size)]), other_size: rows.only([-1] * other_size)}
 
     def plain(size: int, is_padded: bool) -> torch.Tensor:
         with engine.suspended():
@@ -259,6 +269,11 @@ def _with_shorter_masks(rows: Rows) -> Rows:
     return rows.changed(change)
 
 
+def _is_reentrant(error: Exception) -> bool:
+    """Whether torch says that reentrant checkpointing gives no gradients of one example."""
+    return "checkpoint" in str(error).lower() and ".grad()" in str(error)
+
+
 @contextlib.contextmanager
 def _named_causes(engine: ClippingEngine) -> Iterator[None]:
     """Inside, a check that fails for a reason which people know by another name raises an error that says that
@@ -275,7 +290,7 @@ def _named_causes(engine: ClippingEngine) -> Iterator[None]:
                 "it returns nor in an attribute, list or dictionary of its own (in a global variable, or in another "
                 "object). Let the module return it."
             ) from error
-        if "checkpoint" in str(error).lower() and ".grad()" in str(error):  # of torch
+        if _is_reentrant(error):
             raise SelfCheckError(
                 "a part of the model runs under reentrant activation checkpointing, through which autograd gives no "
                 "gradients of one example: call torch.utils.checkpoint.checkpoint with use_reentrant=False."

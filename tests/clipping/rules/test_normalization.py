@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from layers import ALL_MODES, Calls, assert_exact_by_rule, check, drawn, freeze, overwritten, weigh
+from layers import ALL_MODES, Calls, assert_exact_by_rule, check, drawn, freeze, overwritten
 from oracle import length
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -12,7 +12,6 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.errors import SelfCheckError
 from dp_transformers.clipping.layer_rule import rule_for
 from dp_transformers.clipping.rules.normalization import _weight_only_rms_norm
 
@@ -127,14 +126,9 @@ def test_group_and_instance_norms(drawn_layer, mode):
     assert_exact_by_rule(overwritten(layer), torch.randn(shape) + 3, mode=mode)
 
 
-def test_running_statistics_are_used_where_they_are_kept_fixed_and_refused_where_they_move():
+def test_running_statistics_are_used_where_they_are_kept_fixed():
     model, x = nn.Sequential(nn.InstanceNorm2d(3, affine=True, track_running_stats=True)), torch.randn(4, 3, 4, 4)
     model(x + 1)
-    with (
-        PerExampleClipper(model, 1.0) as clipper,
-        pytest.raises(SelfCheckError, match=r"'0\.\w+' changes in the forward pass"),
-    ):
-        clipper.backward(weigh(model(x)))
     assert_exact_by_rule(model.eval(), x)
 
 
