@@ -1,5 +1,6 @@
 """Rows that are collated alone and joined by the library are the batches that the collator makes itself."""
 
+import copy
 import dataclasses
 import logging
 import os
@@ -29,6 +30,7 @@ from transformers import (
 from dp_transformers.data.columns import are_same, tensors_of
 from dp_transformers.data.draws import LogicalBatches
 from dp_transformers.data.joining import Joiner
+from dp_transformers.data.ways_to_join import Column
 from dp_transformers.mechanism.sampling import Draw
 from dp_transformers.runtime.randomness import SecretSeeds
 
@@ -258,6 +260,36 @@ def test_known_collators_make_the_same_of_several_examples(name, side):
     assert ours.keys() == theirs.keys() and all(are_same(x, theirs[k]) for k, x in ours.items())
     assert batch.sizes == other.sizes
     assert {*sizes} <= {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other", "message"),
+    [
+        ("default_collate", (1,), (2.5,), "of what type"),
+        ("default_collate", (torch.ones(2),), (torch.ones(2).double(),), "of what type"),
+        ("default_collate", {"x": 1}, {"x": 2, "y": 3}, "whether 'y'"),
+        ("default_data_collator", {"x": [1, 2]}, {"x": [1.0, 2.5]}, "of what type"),
+        ("default_data_collator", {"x": [1], "y": None}, {"x": [1], "y": [2]}, "whether 'y'"),
+        ("DataCollatorWithPadding", {"input_ids": [5], "label": 1}, {"input_ids": [6], "label": 1.5}, "of what type"),
+        (
+            "DataCollatorWithPadding",
+            {"input_ids": [5]},
+            {"input_ids": [6], "token_type_ids": [1]},
+            "whether 'token_type",
+        ),
+    ],
+)
+def test_examples_decide_no_type_and_no_column_of_a_known_collator(name, one, other, message):
+    rows = [copy.deepcopy(row) for row in (one, other, one, other)]
+    with pytest.raises(ValueError, match=message):
+        LogicalBatches(rows, COLLATORS[name][0]("right"), 4, SecretSeeds(1))[Draw(0, range(4))]
+
+
+def test_pairs_with_a_common_example_are_no_proof_of_a_number():
+    column = Column(fill=torch.tensor([[3.0]]), sides={1: "right"}, pairs=[frozenset((0, 1)), frozenset((1, 2))])
+    assert not column.is_known(1)
+    column.pairs.append(frozenset((2, 3)))
+    assert column.is_known(1)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
