@@ -33,7 +33,7 @@ def parameter_groups(trainable: TrainableParameters, clipping: ClippingFunction)
     Raises:
         ValueError: a parameter is in no group or in several, or the noise does not cover the groups together.
     """
-    by_name = {name: p for name, p in trainable.model.named_parameters() if p.requires_grad}
+    by_name = {trainable.name_of(p): p for p in trainable.parameters}
     groups = clipping.groups({name: p.numel() for name, p in by_name.items()})
     counts = Counter(name for group in groups for name in group.names)
     if wrong := sorted(name for name in counts.keys() | by_name.keys() if counts[name] != (name in by_name)):

@@ -101,6 +101,7 @@ class Comparison:
         # one whose gradient comes transposed
         self._copies = 1 + any(isinstance(m, _BatchNorm) for m in engine.model.modules())
         self._shapes: list[list[torch.Size]] = []  # of the outputs of each row alone
+        self._scales: list[torch.Tensor] = []  # of each parameter, the length that the rows' parts of its sum have
         self.together = rows.only(chosen)
 
     def loss_of_first(self) -> torch.Tensor:
@@ -158,11 +159,11 @@ class Comparison:
         """Return how far (relative) the sum is from that of a pass that keeps all that a ``memory_budget`` may let it
         keep, and so is formed in another way."""
         _, _, total, _, low_precision = clipped(self._engine, self.losses)
-        shadows, lengths = list(map(_shadow, total)), _lengths(total)
+        shadows = list(map(_shadow, total))
         del total
         with self._engine.keeping_all():
             _, _, kept, _, _ = clipped(self._engine, self.losses)
-        return _distance(list(zip(map(_shadow, kept), shadows, strict=True)), lengths, low_precision)
+        return _distance(list(zip(map(_shadow, kept), shadows, strict=True)), self._scales, low_precision)
 
     # ---- one row ----
 
@@ -229,8 +230,10 @@ class Comparison:
         bounds: Sequence[float],
         low_precision: torch.dtype,
     ) -> float:
-        """Return how far (relative) the clipped sum is from that of the rows alone, each clipped to these bounds."""
+        """Return how far the clipped sum is from that of the rows alone, each clipped to these bounds, relative to the
+        length of the rows' parts of it: rows may cancel each other."""
         expected: dict[nn.Parameter, Any] = {}
+        squares: dict[nn.Parameter, Any] = {}
         for each, norm in zip(alone, own_b, strict=True):
             if not bool(torch.isfinite(norm)):
                 continue  # it takes no part
@@ -239,8 +242,11 @@ class Comparison:
                     share = float((bound / _together(own).clamp(min=NEGLIGIBLE)).clamp(max=1.0))
                     for p in (p for p in group.parameters if p in each.lengths):
                         expected[p] = expected.get(p, 0.0) + share * each.shadows[p]
+                        squares[p] = squares.get(p, 0.0) + (share * each.lengths[p]).square()
         pairs = [(_shadow(x), expected.get(p, 0.0)) for p, x in zip(self._parameters, total, strict=True)]
-        return _distance(pairs, _lengths(total), low_precision)
+        zero = own_b.new_zeros((), dtype=torch.float64)
+        self._scales = [squares.get(p, zero).to(zero.device).sqrt() for p in self._parameters]
+        return _distance(pairs, self._scales, low_precision)
 
 
 def clipped(
@@ -286,12 +292,12 @@ def _apart(found_b: torch.Tensor, own_b: torch.Tensor) -> torch.Tensor:
 
 
 def _distance(
-    pairs: Sequence[tuple[torch.Tensor, Any]], lengths: Sequence[torch.Tensor], low_precision: torch.dtype
+    pairs: Sequence[tuple[torch.Tensor, Any]], scales: Sequence[torch.Tensor], low_precision: torch.dtype
 ) -> float:
-    """How far apart sums are of which these are the projections of each parameter: relative to its own length where
-    that is more than a hundredth of all, and in low precision to that of all."""
+    """Return how far apart sums are of which these are the projections of each parameter, relative to the parameter's
+    scale where that is more than a hundredth of all, and in low precision to that of all."""
     apart = torch.stack([(x - y).square().mean() for x, y in pairs]).sqrt()
-    own = torch.stack(list(lengths)).to(apart)
+    own = torch.stack(list(scales)).to(apart)
     least = own.norm() * (1.0 if low_precision in HALF else 0.01)
     return float((apart / own.clamp(min=float(least)).clamp(min=NEGLIGIBLE)).max())
 
