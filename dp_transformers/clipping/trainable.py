@@ -21,7 +21,8 @@ class TrainableParameters:
         self.model = model
         self.shards = Shards(model)
         self.parallel = TensorParallel(model, self.shards)
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = list(self._names)
         if not self.parameters:
             raise ValueError(
                 "the model has no trainable parameter: set requires_grad on the parameters to train, or add adapters."
@@ -54,7 +55,8 @@ class TrainableParameters:
         return self.shards.unsharded(self.parameters[0]).device
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        return next((name for name, p in self.model.named_parameters() if p is parameter), "?")
+        """The name that a parameter had when the model was attached, also while FSDP2 has it gathered."""
+        return self._names.get(parameter, "?")
 
     def thaw(self) -> None:
         """Make all parameters trainable again, after a forward pass that raised an error."""
