@@ -33,6 +33,7 @@ from .checks.rows import MOST, Rows, Sizes
 from .checks.witness import Schedule, Witness
 from .coefficients import checked_clipping
 from .engine import ClippingEngine, TrainingLoop
+from .errors import SelfCheckError
 from .gradient_sums import GradientSums
 from .loss_graph import BatchLoss
 from .measured_budget import MeasuredBudget, memory_budget_of
@@ -480,7 +481,16 @@ class PerExampleClipper:
             )
         kind, args, kwargs, losses_of, lengths, sizes_of = self._call
         rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
+        owned = {owner.module: set(owner.names) for owner in self.owners}
+        self._oracle.begin_anew()  # where its examples are is learned with the owners
         self._oracle.compare(kind, rows, MOST, lengths, losses_of)
+        if owned != {owner.module: set(owner.names) for owner in self.owners}:  # which recorded this pass
+            raise SelfCheckError(
+                f"{unknown} is called on other rows than those of the batch, as an expert is that takes some positions "
+                "of each, and took none of the rows that were compared before. From now on it is run one example at a "
+                "time, and this batch was recorded otherwise: call it in every forward pass, on all rows, and mask "
+                "what it is not for, or compare rows of public data that reach it before training."
+            )
 
     def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
         """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here. What

@@ -209,7 +209,7 @@ def discover_owners(
 
     Args:
         losses_of: ``f(size, is_padded) -> (size,)`` losses of a batch of ``size`` examples, without taps. If it is
-            padded, the masks of the first example end a position earlier.
+            padded, the masks of the first example end a position earlier. Two calls with one size may have other examples.
         tapped: Runs one forward pass with taps; raises if a copy for each example does not fit.
         batch_sizes: Two sizes that no other dimension has.
         positions: Possible numbers of positions of an example (:func:`positions_of`).
@@ -239,11 +239,12 @@ def discover_owners(
                 assign_to_parent(model, owners, p, paths)
             if unowned:
                 continue
-            whole, padded = (size, calls), run(other_size, True)
-            pairs = [(whole, padded)]
+            whole, padded, of_others = (size, calls), run(other_size, True), run(other_size, True)
+            pairs = [(whole, padded), (whole, of_others)]
             # some models pass no mask if nothing is padded
             if not all(_have_same_structure(calls[owner], padded[1][owner]) for owner in owners):
-                pairs = [(whole, run(other_size, False)), (run(size, True), padded)]
+                masked = run(size, True)
+                pairs = [(whole, run(other_size, False)), (masked, padded), (masked, of_others)]
         lost = _learn_batch_dims(owners, pairs, positions)
         if not lost and any(owner.returned_unbatched_output for owner in owners):
             try:

@@ -255,16 +255,22 @@ def reassign_to_parents(model: nn.Module, owners: list[Owner], module: nn.Module
 
 
 def reassign_owners(model: nn.Module, owners: list[Owner], lost: Sequence[Owner]) -> None:
-    """Make parents own the parameters of the ``lost`` owners, and of owners that were not called and share a list or
-    dictionary of modules with one of them: heads for one task each, for instance, of which a batch may have no
-    example."""
-    modules = {owner.module for owner in lost}
-    containers = (each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict)))
-    siblings = {child for each in containers if not modules.isdisjoint(each.children()) for child in each.children()}
-    uncalled = [owner for owner in owners if owner.module in siblings - modules and not owner.is_called]
-    for owner in [*lost, *uncalled]:
+    """Make parents own the parameters of the ``lost`` owners, and of modules that share a list or dictionary with one
+    of them and are of its class, as experts, or were not called, as heads for one task each: a batch may have no
+    example for them, or an expert may have taken as many positions as there were examples."""
+    for owner in lost:
         for p in list(owner.names):
             assign_to_parent(model, owners, p, owner.paths)
+    modules = {owner.module for owner in lost}
+    for container in [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.ModuleDict))]:
+        classes = {type(child) for child in container.children() if child in modules}
+        for child in container.children() if classes else ():
+            inside = set(child.modules())
+            held = [owner for owner in owners if owner.module in inside]
+            if type(child) in classes or not any(owner.is_called for owner in held):
+                paths = [path for path, each in model.named_modules(remove_duplicate=False) if each is child]
+                for p in {p: None for owner in held for p in owner.names}:
+                    assign_to_parent(model, owners, p, paths)
 
 
 def refuse_escape(owners: Iterable[Owner], parameter: nn.Parameter, name: str) -> NoReturn:

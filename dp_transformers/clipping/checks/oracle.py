@@ -13,6 +13,7 @@ copies of their parameters, so that a gradient which still reaches a parameter c
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -226,17 +227,19 @@ def _discover(engine: ClippingEngine, given: Comparison) -> None:
     leaves = tree_leaves((rows.args, rows.kwargs))
     taken = {n for x in leaves if has_batch(x, rows.size) for n in x.shape[1:]}
     size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
-    # with copies of one row in the second, so that the tokens which an expert takes do not grow as the rows do
-    batches = {size: rows.only([j % rows.size for j in range(size)]), other_size: rows.only([-1] * other_size)}
+    given_first = rows.only([j % rows.size for j in range(size)])
+    # copies of one row, each time of another one, so that the tokens which an expert takes do not grow as the rows do
+    others = itertools.cycle([rows.only([row] * other_size) for row in (-1, 0)])
 
-    def plain(size: int, is_padded: bool) -> torch.Tensor:
+    def plain(n: int, is_padded: bool) -> torch.Tensor:
+        batch = given_first if n == size else next(others)
         with engine.suspended():
-            return given.losses_of_rows(_with_shorter_masks(batches[size]) if is_padded else batches[size])
+            return given.losses_of_rows(_with_shorter_masks(batch) if is_padded else batch)
 
     def tapped() -> None:
         engine.install_hooks()
         try:
-            given.losses_of_rows(batches[size])
+            given.losses_of_rows(given_first)
         except BaseException:
             engine.trainable.shards.recover()
             raise
