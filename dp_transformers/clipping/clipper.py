@@ -486,7 +486,7 @@ class PerExampleClipper:
         self._oracle.compare(kind, rows, MOST, lengths, losses_of)
         if owned != {owner.module: set(owner.names) for owner in self.owners}:  # which recorded this pass
             raise SelfCheckError(
-                f"{unknown} is called on other rows than those of the batch, as an expert is that takes some positions "
+                f"{unknown} is called on other rows than those of the batch, as an expert that takes some positions "
                 "of each, and took none of the rows that were compared before. From now on it is run one example at a "
                 "time, and this batch was recorded otherwise: call it in every forward pass, on all rows, and mask "
                 "what it is not for, or compare rows of public data that reach it before training."

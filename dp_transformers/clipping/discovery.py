@@ -209,7 +209,8 @@ def discover_owners(
 
     Args:
         losses_of: ``f(size, is_padded) -> (size,)`` losses of a batch of ``size`` examples, without taps. If it is
-            padded, the masks of the first example end a position earlier. Two calls with one size may have other examples.
+            padded, the masks of the first example end a position earlier. Calls may differ in
+            their examples.
         tapped: Runs one forward pass with taps; raises if a copy for each example does not fit.
         batch_sizes: Two sizes that no other dimension has.
         positions: Possible numbers of positions of an example (:func:`positions_of`).

@@ -191,7 +191,8 @@ class PlainLoop:
                 "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
                 "PerExampleClipper with ShardedNoise in a loop that gives each group its examples (docs/scaling.md)."
             )
-        if mechanism.releases and self.criterion is None and self.loss_reduction != "none":
+        releases_loss = [release.name for release in mechanism.releases] == [LOSS]  # the step refuses others
+        if releases_loss and self.criterion is None and self.loss_reduction != "none":
             raise ValueError(
                 "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
                 "example's is bounded. Give make_private a criterion, or loss_reduction='none' and call "

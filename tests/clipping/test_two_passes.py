@@ -80,13 +80,13 @@ def test_what_is_summed_is_measured_again_where_operations_may_differ(mode, monk
         for _ in range(3):
             clipper.backward(Grows.apply(model(x)).square().sum(1))
         model.zero_grad()
-        sum_up = modes._FirstOfTwo._sum
+        sum_up = modes._FirstPass._sum
 
         def other_numbers(self, *args):
             Grows.factor = 1.5
             sum_up(self, *args)
 
-        monkeypatch.setattr(modes._FirstOfTwo, "_sum", other_numbers)
+        monkeypatch.setattr(modes._FirstPass, "_sum", other_numbers)
         with pytest.raises(ValueError, match="longer than it was in the first"):
             clipper.backward(Grows.apply(model(x)).square().sum(1))
     assert all(p.grad is None for p in model.parameters())

@@ -123,7 +123,7 @@ def _stays_in_float32(engine: ClippingEngine, losses: Callable[[], torch.Tensor]
         raise
     except Exception as error:  # anything else is what the comparison will stumble over too, and say
         engine.trainable.shards.recover()
-        return not re.search("d(ata )?type|BFloat16|Half|bf16|fp16", str(error))
+        return not re.search("d(ata )?type|BFloat16|Half|bf16|fp16", str(error.__cause__ or error))
     finally:
         for p in frozen:
             p.requires_grad_(False)
