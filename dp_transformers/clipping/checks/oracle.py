@@ -196,7 +196,8 @@ class Oracle:
             raise SelfCheckError(
                 f"an example's gradient or loss is another one when it is padded to the length of a longer one of its "
                 f"batch ({where}), so every example has a say in the gradients of others, beyond the clipping bound. "
-                f"{HOW_TO_PAD}"
+                f"{HOW_TO_PAD} If padding is right, the model or its loss mixes examples by what is in the longest: "
+                "ModuleValidator.find_mixing(model, batch), on public examples, names the module."
             )
         may_be_padded = f" Or it reads padding: {HOW_TO_PAD}" if any(padded_b) else ""
         raise SelfCheckError(
