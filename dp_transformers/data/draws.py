@@ -66,6 +66,11 @@ class PhysicalBatch:
             name = next((name for name, _ in same if name == own_name), None) or next(
                 (name for name, y in same if y.dtype == x.dtype and are_same(x, y.to(x.device))), None
             )
+            if name is None:  # a part of a column without padding has none
+                parts = (
+                    each for each, y in columns if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+                )
+                name = next((each for each in parts if not self.sizes.get(each)), None)
             if name is not None:
                 found[keystr(path)] = self.sizes.get(name, {})
             elif is_of_targets(own_name):  # made of them

@@ -60,7 +60,11 @@ def main():
     names = [name for name in tokenized["train"].column_names if name not in ("input_ids", "attention_mask")]
     tokenized = tokenized.remove_columns(names)
     with accelerator.main_process_first():
-        lm_datasets = tokenized.map(group_texts, batched=True, desc=f"Blocks of {block_size}")
+        lm_datasets = tokenized.map(
+            group_texts,
+            batched=True,
+            desc=f"Blocks of {block_size}",
+        )
     train_dataset, eval_dataset = lm_datasets["train"], lm_datasets["validation"]
     for index in random.sample(range(len(train_dataset)), 3):
         logger.info(f"Sample {index} of the training set: {train_dataset[index]}.")
@@ -127,7 +131,11 @@ def main():
         logger.info(f"epoch {epoch}: perplexity {perplexity}")
         if args.with_tracking:
             accelerator.log(
-                {"perplexity": perplexity, "train_loss": total_loss.item() / len(train_dataloader), "epoch": epoch},
+                {
+                    "perplexity": perplexity,
+                    "train_loss": total_loss.item() / len(train_dataloader),
+                    "epoch": epoch,
+                },
                 step=completed_steps,
             )
     if args.output_dir is not None:

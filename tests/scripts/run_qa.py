@@ -70,8 +70,11 @@ def main():
     if training_args.do_train:
         with training_args.main_process_first(desc="train dataset map pre-processing"):
             train_dataset = train_dataset.map(
-                prepare_train_features, batched=True, remove_columns=raw["train"].column_names, desc="Running tokenizer on train dataset",
-            )  # fmt: skip
+                prepare_train_features,
+                batched=True,
+                remove_columns=raw["train"].column_names,
+                desc="Running tokenizer on train dataset",
+            )
     eval_examples = raw["validation"]
     eval_dataset = eval_examples.map(prepare_train_features, batched=True, remove_columns=eval_examples.column_names)
 
@@ -83,11 +86,16 @@ def main():
         return {"exact_match": float((p.predictions == p.label_ids).mean())}
 
     trainer = QuestionAnsweringTrainer(
-        model=model, args=training_args, train_dataset=train_dataset if training_args.do_train else None,
-        eval_dataset=eval_dataset if training_args.do_eval else None, eval_examples=eval_examples if training_args.do_eval else None,
-        processing_class=tokenizer, data_collator=default_data_collator, post_process_function=post_processing_function,
+        model=model,
+        args=training_args,
+        train_dataset=train_dataset if training_args.do_train else None,
+        eval_dataset=eval_dataset if training_args.do_eval else None,
+        eval_examples=eval_examples if training_args.do_eval else None,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+        post_process_function=post_processing_function,
         compute_metrics=compute_metrics,
-    )  # fmt: skip
+    )
     if training_args.do_train:
         result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
         trainer.save_model()
