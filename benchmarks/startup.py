@@ -81,24 +81,24 @@ def parts(name: str, shape: Shape) -> dict[str, float]:
 
 @contextlib.contextmanager
 def self_check_watched(model: torch.nn.Module, seen: dict[str, float]) -> Iterator[None]:
-    """Inside, every self-check adds what it takes."""
-    from dp_transformers import PerExampleClipper
+    """Inside, every comparison of rows adds what it takes."""
+    from dp_transformers.clipping.checks.oracle import Oracle
 
-    original, passes = PerExampleClipper.check, [0]
+    original, passes = Oracle.compare, [0]
 
-    def check(*args: Any, **kwargs: Any) -> Any:
+    def compare(*args: Any, **kwargs: Any) -> Any:
         before, start = passes[0], time.process_time()
-        report = original(*args, **kwargs)
+        errors = original(*args, **kwargs)
         seen["check_ms"] += 1e3 * (time.process_time() - start)
         seen["passes"] += passes[0] - before
-        return report
+        return errors
 
     handle = model.register_forward_pre_hook(lambda *args: passes.__setitem__(0, passes[0] + 1))
-    PerExampleClipper.check = check
+    Oracle.compare = compare
     try:
         yield
     finally:
-        PerExampleClipper.check = original
+        Oracle.compare = original
         handle.remove()
 
 
