@@ -22,7 +22,8 @@ from violations import Scores, given
 
 from dp_transformers import PerExampleClipper, check_model, register_grad_sampler
 from dp_transformers.clipping.checks import witness
-from dp_transformers.clipping.checks.comparison import Comparison
+from dp_transformers.clipping.checks.comparison import Comparison, _shadow
+from dp_transformers.clipping.checks.outputs import projected
 from dp_transformers.clipping.checks.rows import Rows
 from dp_transformers.clipping.checks.without_dropout import without_dropout
 from dp_transformers.clipping.checks.witness import Schedule
@@ -200,6 +201,16 @@ def test_dropout_is_off_and_back_on(name, mode):
     assert torch.equal(before, torch.get_rng_state())
     x = torch.ones(100)
     assert model.training and bool((F.dropout(x, 0.5) == 0).any())
+
+
+def test_projections_are_random_where_other_draws_are_constants():
+    with without_dropout():
+        assert torch.rand(2, generator=torch.Generator()).tolist() == [pytest.approx(0.6)] * 2
+        for one, other in ((0, 1), (0, 8191), (1, 20000)):
+            x = torch.zeros(20001)
+            x[one], x[other] = 1.0, -1.0
+            assert _shadow(x).abs().max() > 1e-3
+        assert projected([torch.eye(2)]).diff().abs() > 1e-3
 
 
 def test_without_dropout_goes_back_without_it():

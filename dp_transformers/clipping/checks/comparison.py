@@ -244,8 +244,9 @@ class Comparison:
                         expected[p] = expected.get(p, 0.0) + share * each.shadows[p]
                         squares[p] = squares.get(p, 0.0) + (share * each.lengths[p]).square()
         pairs = [(_shadow(x), expected.get(p, 0.0)) for p, x in zip(self._parameters, total, strict=True)]
-        zero = own_b.new_zeros((), dtype=torch.float64)
-        self._scales = [squares.get(p, zero).to(zero.device).sqrt() for p in self._parameters]
+        zero, shards = own_b.new_zeros((), dtype=torch.float64), self._engine.trainable.shards
+        ranks = shards.mesh.size() if shards.mesh is not None else 1  # all of them add the same rows
+        self._scales = [ranks * squares.get(p, zero).to(zero.device).sqrt() for p in self._parameters]
         return _distance(pairs, self._scales, low_precision)
 
 
@@ -314,7 +315,7 @@ def _shadow(x: torch.Tensor) -> torch.Tensor:
         numbers = torch.randn(2 * _PERIOD, _DIRECTIONS, generator=torch.Generator().manual_seed(0))
         _RANDOM[key] = numbers.to(flat)
     columns, whole = _RANDOM[key][:_PERIOD], len(flat) // _PERIOD
-    found = flat[whole * _PERIOD :] @ columns[: len(flat) - whole * _PERIOD]
+    found = (flat[None, whole * _PERIOD :] @ columns[: len(flat) - whole * _PERIOD])[0]
     if whole:
         signs = _RANDOM[key][_PERIOD + torch.arange(whole, device=flat.device) % _PERIOD].sign()
         found = found + ((signs.mT @ flat[: whole * _PERIOD].view(whole, _PERIOD)) * columns.mT).sum(1)

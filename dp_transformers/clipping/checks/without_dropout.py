@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +19,13 @@ _USUAL = 0.6
 
 class without_dropout(TorchFunctionMode):
     """Inside, dropout returns what it is given, and draws of torch return a constant, so that a row has the same
-    numbers alone as in its batch. Draws of integers and orders, and those of Python and NumPy, stay as they are."""
+    numbers alone as in its batch. Draws of integers and orders, those of Python and NumPy, and those that this library
+    makes from generators of its own, stay as they are."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if "generator" in kwargs and sys._getframe(1).f_globals.get("__name__", "").startswith("dp_transformers."):
+            return func(*args, **kwargs)
         if func in (torch.autograd.backward, torch.autograd.grad):
             with self._during_backward():
                 return func(*args, **kwargs)
