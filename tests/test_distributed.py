@@ -527,7 +527,7 @@ def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
         assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
         for case in ("by_hand", "in_a_loop"):
             assert "DistributedDataParallel" in rank[case] and "hand over the bare module" in rank[case]
-        assert "or between two physical batches of a draw" in rank["written_in_a_draw"]
+        assert "between a batch of the loader and the end of its draw" in rank["written_in_a_draw"]
         assert (
             "decoder_layerdrop=0.1" in rank["layerdrop"] and "model.config.decoder_layerdrop to 0" in rank["layerdrop"]
         )

@@ -148,7 +148,8 @@ class ClippingEngine:
                 [ParameterGroup(trainable.parameters)] if self._clipping is None else self.groups_of(self._clipping)
             )
         parts = {"": self.model} | self.losses
-        self.state = ModelState(parts, self.conditions, watch_parameters=not self.trainable.shards)
+        trained = {self.trainable.name_of(p): p for p in self.trainable.parameters}
+        self.state = ModelState(parts, self.conditions, trained if self.trainable.shards else None)
         self.install_hooks()
         return not is_known
 

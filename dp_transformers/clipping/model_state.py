@@ -205,11 +205,13 @@ class ModelState:
     Args:
         parts: The model, which is called "", and the modules and objects that compute losses, by name.
         conditions: They are told what cannot be put back.
-        watch_parameters: False where parameters change in the forward pass by themselves (FSDP2 gathers them).
+        sharded: The trained parameters by name, where FSDP2 puts others in their place in the forward pass.
     """
 
-    def __init__(self, parts: dict[str, Any], conditions: Conditions, *, watch_parameters: bool = True):
-        self.parts, self._conditions, self._watch_parameters = parts, conditions, watch_parameters
+    def __init__(
+        self, parts: dict[str, Any], conditions: Conditions, sharded: Mapping[str, nn.Parameter] | None = None
+    ):
+        self.parts, self._conditions, self._sharded = parts, conditions, sharded or {}
         self._start: Snapshot | None = None  # what every pass of the draw begins with
         self._trained: list[tuple[str, nn.Parameter, int | None]] = []  # with the versions they had at its beginning
         self._is_in_draw = self._is_under_way = self._is_checking = self._has_said = False
@@ -312,7 +314,7 @@ class ModelState:
         for path, module in self.parts[""].named_modules():
             if is_compiled(module):
                 raise ValueError(f"{named(path, module)} is compiled by torch.compile, {HOW_TO_UNCOMPILE}")
-        return Snapshot(self.parts, self._watch_parameters, {} if self._start is None else self._start.sums)
+        return Snapshot(self.parts, not self._sharded, {} if self._start is None else self._start.sums)
 
     def _restore(self, snapshot: Snapshot, *, modes: bool = True) -> None:
         changed, written = snapshot.restore(modes=modes)
@@ -329,7 +331,7 @@ class ModelState:
             )
 
     def _versions_of_trained(self) -> list[tuple[str, nn.Parameter, int | None]]:
-        named_parameters = self.parts[""].named_parameters() if self._watch_parameters else ()
+        named_parameters = self._sharded.items() or self.parts[""].named_parameters()
         return [(name, p, _version_of(p)) for name, p in named_parameters if p.requires_grad]
 
     def _require_trained(self) -> None:
