@@ -598,8 +598,8 @@ def crowded(folder, mode="ghost", rows=256, tokens=600, bound=0.25):
             moved += [] if last is None else [distance(total, last) / bound]
             last = total
     clipper.detach()
-    net = Scores()
-    clipper = PerExampleClipper(fully_shard(net, **BF16), bound, mode)
+    net = Scores()  # which is not compared with plain autograd: that adds the tokens up in bf16 on the CPU
+    clipper = PerExampleClipper(fully_shard(net, **BF16), bound, mode, self_check=False)
     ids, scales = torch.ones(1, tokens + 1, dtype=torch.long), torch.full((1, tokens + 1), -4.0 / tokens)
     for _ in range(3):  # passes that are looked at
         clipper.backward(net(ids, -scales))
