@@ -64,7 +64,7 @@ def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
     criterion(model(x), y).backward()
     optimizer.step()
     x, y = next(batches)
-    owner, name = (KeptTerms, "_add_sums") if mode == "book_keeping" else (modes._FirstOfTwo, "_end_second")
+    owner, name = (KeptTerms, "_add_sums") if mode == "book_keeping" else (modes._FirstPass, "_end_second")
     original = getattr(owner, name)
 
     def cut_off(*args, **kwargs):

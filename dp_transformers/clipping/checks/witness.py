@@ -172,7 +172,9 @@ class Witness:
         return [x.detach() for x in by_example(self._engine.model, given, rows.size, batch_first=rows.batch_first)]
 
     def _is_moved(self, x: torch.Tensor, own: torch.Tensor, row: int) -> bool:
-        """Whether a row of a tensor is another one than that of the row alone."""
+        """Return whether a row of a tensor is another one than that of the row alone."""
+        if not x.numel():
+            return False
         side = next((side for side, _ in lengths_of(self._rows.sizes, row).values()), "right")
         lowest = min(x.dtype, self._engine.trainable.low_precision, key=lambda dtype: torch.finfo(dtype).bits)
         given, alone = cut_to(x[row], own.shape, side).float(), own.float()
