@@ -153,7 +153,8 @@ class Comparison:
         own_b = torch.stack([_together(each.lengths.values()) for each in alone]).to(norms_b.device)
         of_one_b = torch.stack([each.loss for each in alone]).float().to(losses_b.device)
         error = self._error_of_sum(alone, own_b, total, bounds, low_precision)
-        return Errors(_apart(norms_b, own_b), _apart(losses_b.float(), of_one_b), error, low_precision)
+        least = 1.0 if low_precision in HALF else 0.01  # a loss may be close to 0, and the rounding in it is not
+        return Errors(_apart(norms_b, own_b), _apart(losses_b.float(), of_one_b, least), error, low_precision)
 
     def error_with_all_kept(self) -> float:
         """Return how far (relative) the sum is from that of a pass that keeps all that a ``memory_budget`` may let it
@@ -285,10 +286,11 @@ def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], t
         )
 
 
-def _apart(found_b: torch.Tensor, own_b: torch.Tensor) -> torch.Tensor:
-    """(k,) how far two numbers of each row are apart, relative to the larger ones; 0 where neither is a number."""
+def _apart(found_b: torch.Tensor, own_b: torch.Tensor, least: float = 0.01) -> torch.Tensor:
+    """(k,) how far two numbers of each row are apart, relative to the row's own, and to at least this share of the
+    largest row's; 0 where neither is a number."""
     largest = own_b.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
-    apart_b = (found_b - own_b).abs() / own_b.abs().clamp(min=0.01 * float(largest)).clamp(min=NEGLIGIBLE)
+    apart_b = (found_b - own_b).abs() / own_b.abs().clamp(min=least * float(largest)).clamp(min=NEGLIGIBLE)
     return torch.where(torch.isfinite(found_b) | torch.isfinite(own_b), apart_b, 0.0)
 
 
