@@ -164,7 +164,8 @@ class Comparison:
         del total
         with self._engine.keeping_all():
             _, _, kept, _, _ = clipped(self._engine, self.losses)
-        return _distance(list(zip(map(_shadow, kept), shadows, strict=True)), self._scales, low_precision)
+        error = _distance(list(zip(map(_shadow, kept), shadows, strict=True)), self._scales, low_precision)
+        return self._agreed(error, low_precision)
 
     # ---- one row ----
 
@@ -248,7 +249,12 @@ class Comparison:
         zero, shards = own_b.new_zeros((), dtype=torch.float64), self._engine.trainable.shards
         ranks = shards.mesh.size() if shards.mesh is not None else 1  # all of them add the same rows
         self._scales = [ranks * squares.get(p, zero).to(zero.device).sqrt() for p in self._parameters]
-        return _distance(pairs, self._scales, low_precision)
+        return self._agreed(_distance(pairs, self._scales, low_precision), low_precision)
+
+    def _agreed(self, error: float, low_precision: torch.dtype) -> float:
+        """Return infinity where another process finds its shard of the sum wrong, so that all decide alike."""
+        is_wrong, trainable = not error <= TOLERANCE[low_precision], self._engine.trainable
+        return math.inf if trainable.shards.any_rank(is_wrong, trainable.device) and not is_wrong else error
 
 
 def clipped(
