@@ -81,7 +81,7 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
             clipper.parameters, noise, dither=dither, std=std, divisor=task.size, scales=clipper.noise_scales
         )
         optimizer.step()
-        clipper.engine.begin_draw(numbers=0)
+        clipper.engine.begin_draw()
         clipper.look_at_memory(next(steps), int)  # of one rank, the least is its own
 
     return backward, step

@@ -70,8 +70,7 @@ class DPTrainingArguments(TrainingArguments):
             The number of examples that a step takes on average, over all processes. Defaults to
             `per_device_train_batch_size` × `gradient_accumulation_steps` × number of processes.
         max_grad_norm (`float`, defaults to 1.0):
-            The clipping bound C: the largest L2 norm that the gradient of one example may keep. The noise is
-            proportional to it.
+            The clipping bound C of one example's gradient (L2 norm). The noise is proportional to it.
         max_examples_per_person (`int`, defaults to 1):
             The number of rows of the training data that one person may have. ε protects one row; with more,
             `target_epsilon` is met for all rows of one person together, and both numbers are reported.

@@ -87,7 +87,7 @@ class Augmented(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [(Augmented(), "is a Augmented, whose rows may differ"), ([{"x": object()}], "a row holds a object"), ([{"x": [[]], 1: 2}], "(TypeError)")],
+    [(Augmented(), "is a Augmented, and its rows may differ"), ([{"x": object()}], "a row holds a object"), ([{"x": [[]], 1: 2}], "(TypeError)")],
 )  # fmt: skip
 def test_data_without_a_digest_says_why(data, why, tmp_path):
     facts = describe_data(data, tmp_path / "out")
