@@ -1,7 +1,7 @@
 """Rows clipped together in their padded batch, compared with each alone and unpadded through plain autograd.
 
-Gradients are compared by their lengths, and by a few random projections of each parameter's, so that never those of
-two rows, or of a row and the sum, are held at once.
+Gradients are compared by their lengths, and by random sums of each parameter's, so that never those of two rows, or of
+a row and the sum, are held at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..precision import HALF, sum_dtype
 from ..terms.arithmetic import flat_norm
 from .outputs import LossFunction, by_example, cut_to, projected
 from .rows import Rows, lengths_of
+from .without_dropout import without_dropout
 
 # Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is
 # caught in fp32, which is where exactness and locality are decided: in bf16 a model may attend over the whole batch
@@ -32,7 +33,7 @@ from .rows import Rows, lengths_of
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 3e-2}
 NEGLIGIBLE = 1e-12  # the smallest bound that a clipper takes: shorter gradients are never clipped
 _SMALL = 1e-3  # weights that are all smaller, as LoRA's B is at first, let no gradient through
-_DIRECTIONS, _PERIOD = 4, 8191  # random projections, and how many numbers each repeats, with a factor of its own
+_NUMBERS, _PARTS = 1024, 4  # random sums that stand for a gradient, and parts of it with weights of their own
 
 
 class Errors(NamedTuple):
@@ -69,7 +70,7 @@ class _AtTheMedian(ClippingFunction):
 
 
 class _Alone(NamedTuple):
-    """One row's loss, and the length and the projections of its gradient for each parameter that has one."""
+    """One row's loss, and the length and the random sums of its gradient for each parameter that has one."""
 
     loss: torch.Tensor
     lengths: dict[nn.Parameter, torch.Tensor]
@@ -113,7 +114,8 @@ class Comparison:
         if self._losses_of is None:
             return projected(self._outputs(rows))
         self._engine.state.restore()
-        return rows.call(self._losses_of)
+        with without_dropout():
+            return rows.call(self._losses_of)
 
     def losses(self) -> torch.Tensor:
         """(k,) losses of the rows together, as they stand, each of its own positions."""
@@ -174,8 +176,11 @@ class Comparison:
         return self._engine.trainable.parameters
 
     def _outputs(self, rows: Rows) -> list[torch.Tensor]:
+        model = self._engine.model
         self._engine.state.restore()
-        return by_example(self._engine.model, rows.call(self._engine.model), rows.size, batch_first=rows.batch_first)
+        with without_dropout():
+            output = rows.call(model)
+        return by_example(model, output, rows.size, batch_first=rows.batch_first)
 
     def _loss_alone(self, row: int) -> tuple[torch.Tensor, list[torch.Size]]:
         """The losses of a row alone, and the shapes of its outputs where these are what is compared."""
@@ -216,7 +221,8 @@ class Comparison:
                 "is trained takes no part in the model's forward pass. Enable them (or train something that is used). "
                 "Or it runs under reentrant activation checkpointing, which hides it: use use_reentrant=False."
             )
-        found = list(reversed(torch.autograd.grad(loss, asked, allow_unused=True)))
+        with without_dropout():  # of what runs again
+            found = list(reversed(torch.autograd.grad(loss, asked, allow_unused=True)))
         for p, its in zip(self._parameters, wholes, strict=True):
             given = [g for g in [found.pop() for _ in its] if g is not None]
             if given:
@@ -270,7 +276,8 @@ def clipped(
     low += [engine.forward.low_precision] if engine.forward else []
     functions = [_AtTheMedian() for _ in engine.groups]
     groups = [group._replace(clipping=each) for group, each in zip(engine.groups, functions, strict=True)]
-    norms_b = engine.backward(losses_b, groups=groups)
+    with without_dropout():  # of what runs again
+        norms_b = engine.backward(losses_b, groups=groups)
     total = [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters]
     return losses_b.detach(), norms_b, total, [each.bound for each in functions], max(low, key=TOLERANCE.__getitem__)
 
@@ -303,31 +310,26 @@ def _apart(found_b: torch.Tensor, own_b: torch.Tensor, least: float = 0.01) -> t
 def _distance(
     pairs: Sequence[tuple[torch.Tensor, Any]], scales: Sequence[torch.Tensor], low_precision: torch.dtype
 ) -> float:
-    """Return how far apart sums are of which these are the projections of each parameter, relative to the parameter's
-    scale where that is more than a hundredth of all, and in low precision to that of all."""
-    apart = torch.stack([(x - y).square().mean() for x, y in pairs]).sqrt()
+    """Return how far apart clipped sums are, of which these pairs stand for each parameter's, relative to the
+    parameter's scale where that is more than a hundredth of all, and in low precision to that of all."""
+    apart = torch.stack([(x - y).norm() for x, y in pairs])
     own = torch.stack(list(scales)).to(apart)
     least = own.norm() * (1.0 if low_precision in HALF else 0.01)
     return float((apart / own.clamp(min=float(least)).clamp(min=NEGLIGIBLE)).max())
 
 
-_RANDOM: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
-
-
 @torch.no_grad()
 def _shadow(x: torch.Tensor) -> torch.Tensor:
-    """(_DIRECTIONS,) products of a tensor with random ones: their squares are on average the square of its length."""
+    """Return at most ``2 * _NUMBERS`` numbers for a tensor: its own, or random sums of them. Their squares add up, on
+    average, to the square of its length."""
     flat = to_local(x).reshape(-1)
-    key = flat.device, flat.dtype
-    if key not in _RANDOM:
-        numbers = torch.randn(2 * _PERIOD, _DIRECTIONS, generator=torch.Generator().manual_seed(0))
-        _RANDOM[key] = numbers.to(flat)
-    columns, whole = _RANDOM[key][:_PERIOD], len(flat) // _PERIOD
-    found = (flat[None, whole * _PERIOD :] @ columns[: len(flat) - whole * _PERIOD])[0]
-    if whole:
-        signs = _RANDOM[key][_PERIOD + torch.arange(whole, device=flat.device) % _PERIOD].sign()
-        found = found + ((signs.mT @ flat[: whole * _PERIOD].view(whole, _PERIOD)) * columns.mT).sum(1)
-    return found
+    summands = len(flat) // _NUMBERS
+    if summands < 2:
+        return flat.clone()
+    whole = summands * _NUMBERS
+    weights = torch.randn(_PARTS, 1, summands, generator=torch.Generator().manual_seed(0)).to(flat)
+    sums = torch.bmm(weights, flat[:whole].view(_PARTS, summands, -1))
+    return torch.cat([sums.flatten(), flat[whole:]])
 
 
 def _lengths(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -135,7 +135,7 @@ class Oracle:
         """Compare in the mode that the model is in, without dropout. If other random numbers are drawn there, a row
         has not the same ones alone; then the model must evaluate."""
         engine, device = self._engine, self._engine.trainable.device
-        with perturbed(engine), without_dropout(), warnings.catch_warnings():
+        with perturbed(engine), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
             before = global_state(device)
             try:
@@ -173,7 +173,8 @@ class Oracle:
         first: UnsupportedModuleError | None = None
         while True:
             if not self.has_compared or first is not None:
-                _discover(engine, given)
+                with without_dropout():
+                    _discover(engine, given)
             try:
                 errors = given.run()
                 if engine.memory is not None and not given.error_with_all_kept() <= TOLERANCE[errors.low_precision]:
