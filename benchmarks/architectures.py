@@ -39,7 +39,7 @@ import dp_transformers
 from dp_transformers import PerExampleClipper, find_example_losses
 from dp_transformers.clipping import fallback, tap
 from dp_transformers.clipping.checks.outputs import floating_tensors, projected
-from dp_transformers.clipping.kv_cache import configurations, without_caches
+from dp_transformers.clipping.hooks import configurations, without_caches
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.recorded_call import RecordedCall
 from dp_transformers.clipping.terms import Term

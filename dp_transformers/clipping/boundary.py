@@ -1,6 +1,6 @@
 """``loss.backward()`` of a plain loop: the clipper goes back from the loss itself, in every mode.
 
-What the model returns is handed out with an end behind it (:class:`.loop_graph.End`). When the loop goes backward, the
+What the model returns is handed out with an end behind it (:class:`.loss_root.End`). When the loop goes backward, the
 part of the graph up to there is looked at (:mod:`.loss_root`, :mod:`.compared_rows`), and then the clipped sum is
 formed as for (B,) losses: from one loss, with the gradient B, or 1 where losses are added up.
 
@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .compared_rows import expect_own_rows
 from .engine import ClippingEngine
-from .loop_graph import End, LoopGraph, ModelCall
 from .loss_graph import BatchLoss
-from .loss_root import LossRoot
+from .loss_root import End, LoopGraph, LossRoot, ModelCall
 from .precision import HALF
 from .recorded_call import is_differentiable
 

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd.graph import GradientEdge
 
-from .loop_graph import LoopGraph, kind, rows_dims, shape_of
+from .loss_root import LoopGraph, kind, rows_dims, shape_of
 from .recorded_call import ForwardPass
 
 logger = logging.getLogger(__name__)

@@ -20,13 +20,11 @@ from ..runtime.randomness import random_state, set_random_state
 from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .by_example import ExamplesApart, UnknownCall
-from .coefficients import checked_weights, coefficients
+from .coefficients import ParameterGroup, checked_weights, coefficients, parameter_groups
 from .conditions import Conditions
 from .errors import warn_once
 from .gradient_sums import GradientSums
-from .groups import ParameterGroup, parameter_groups
-from .hooks import HookedModel, refuse_attached
-from .kv_cache import configurations, without_caches
+from .hooks import HookedModel, configurations, refuse_attached, without_caches
 from .loss_graph import BatchLoss, LossGraph
 from .memory import MemoryBudget, Plan
 from .model_state import ModelState

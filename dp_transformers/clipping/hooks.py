@@ -14,7 +14,6 @@ from torch import nn
 from ..runtime.randomness import random_state
 from .by_example import ForwardByExample
 from .errors import UnsupportedModuleError, refuse_tracing
-from .kv_cache import configurations, without_caches
 from .layer_rule import ForwardContext, Tap, forward_context_for
 from .owners import Owner
 from .recorded_call import differentiable_leaves
@@ -286,3 +285,30 @@ def refuse_attached(model: nn.Module) -> None:
                     f"another PerExampleClipper is attached to {where}, of an earlier make_private or made by hand: "
                     "call detach() of that engine or clipper first, or go on with it."
                 )
+
+
+# ---- caches ----
+
+# Models of transformers fill caches of keys, values and states by default, even in training, where nothing reads them.
+# They take memory, and a module that fills one cannot be re-run, nor can the modules above it. So they are off while a
+# batch is clipped, unless the call itself asks for them.
+_SWITCHES = ("use_cache", "use_mems_eval", "use_mems_train")  # the last two are XLNet's
+
+
+def configurations(model: nn.Module) -> list[Any]:
+    """Return the configurations of the model and of its parts that have a switch for a cache."""
+    found = {id(config): config for m in model.modules() if (config := vars(m).get("config")) is not None}
+    return [c for c in found.values() if any(isinstance(getattr(c, name, None), bool) for name in _SWITCHES)]
+
+
+@contextlib.contextmanager
+def without_caches(configs: Iterable[Any]) -> Iterator[None]:
+    """Switch the caches of these configurations off inside the context."""
+    used = [(config, name) for config in configs for name in _SWITCHES if getattr(config, name, None) is True]
+    try:
+        for config, name in used:
+            setattr(config, name, False)
+        yield
+    finally:
+        for config, name in used:
+            setattr(config, name, True)

@@ -27,66 +27,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, cast
 
 import torch
 from torch import nn
 
 from ..mechanism.clipping_functions import ClippingFunction, GroupedClipping
 from ..runtime.randomness import global_state, set_global_state
-from .coefficients import Coefficients
+from .coefficients import Coefficients, ParameterGroup
 from .gradient_sums import GradientSums
-from .groups import ParameterGroup
 from .loss_graph import LossGraph
 from .memory import Plan
-from .norms import NormAccumulator
+from .norms import FP32, SPLIT, NormAccumulator
 from .owners import Owner
 from .precision import exact_arithmetic, without_autocast
 from .recorded_call import BackwardPass, ForwardPass
-from .rounding import FP32, SPLIT, may_differ
 from .terms import Dense, LastResultCache, NormOnly, Routed, Stacked, Term
 from .terms.tied_weights import merge, norm_of_sum, position_norms, small_gradient
 from .trainable import TrainableParameters
 
 _LONGER = 2.0**-10  # relative amount by which a summed gradient may be longer than its measured norm
 Clip = Callable[..., Coefficients]  # takes (B,) squared norms, and the function of their group as ``clipping``
-
-
-class Mode(Protocol):
-    """Determines how norms are measured and clipped sums are formed.
-
-    Attributes:
-        name: Its name for users.
-        one_pass: True if one backward pass is enough, so that the user may run it.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def one_pass(self) -> bool: ...
-
-    def refuse(self, trainable: TrainableParameters) -> None:
-        """Raise ValueError if the mode is not exact for parameters that are sharded or split like these."""
-
-    def begin(
-        self,
-        forward: ForwardPass,
-        groups: Sequence[ParameterGroup],
-        clip: Clip,
-        sums: GradientSums | None,
-        graph: LossGraph | None,
-        plan: Plan | None = None,
-    ) -> BackwardPass:
-        """Begin a backward pass over ``forward``.
-
-        Args:
-            groups: The groups of parameters that are clipped separately.
-            clip: Computes coefficients from norms.
-            sums: Receives the clipped sums; None to measure only.
-            graph: Can run a further backward pass; None if the user runs the only one.
-            plan: The parameters for which instances are kept; None leaves the choice to the terms.
-        """
 
 
 class MeasuringPass:
@@ -102,10 +63,9 @@ class MeasuringPass:
         self._open: dict[nn.Parameter, list[Term]] = defaultdict(list)  # parameters with uses still to come
         self._closed: set[nn.Parameter] = set()
 
-    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
         if self.plan is not None:
             self._held = {x.untyped_storage().data_ptr() for x in saved}
-        return self
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         return not (self.keeps or self.instantiate) and all(self.forward.uses[p] == 1 for p in parameters)
@@ -221,7 +181,7 @@ class KeptTerms(MeasuringPass):
             return []
         measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
         # the sum is formed from these terms, and most norms include its rounding error already
-        inexact = [t for t in terms if t.is_bf16 or isinstance(t, Routed | Stacked)]
+        inexact = [t for t in terms if t.is_bf16 or isinstance(t, (Routed, Stacked))]
         rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
         group.norms.add(measured, position_norms(inexact, self.cache), rounding)
         return terms
@@ -273,58 +233,6 @@ def _weighted_sum(
     return term.weighted_sum(clipped.of_sum_b.to(device), cache)
 
 
-@dataclass(frozen=True)
-class OnePass:
-    """Keeps the terms, or each example's gradient (which users may then read), until the sums are formed."""
-
-    name: str
-    instantiate: bool
-    one_pass = True
-
-    def refuse(self, trainable: TrainableParameters) -> None:
-        if self.instantiate and trainable.parallel:
-            raise ValueError(
-                f"clipping mode '{self.name}' provides whole gradients, which no process of a tensor-parallel model "
-                "has. Use clipping_mode='auto' or 'book_keeping'."
-            )
-
-    def begin(
-        self,
-        forward: ForwardPass,
-        groups: Sequence[ParameterGroup],
-        clip: Clip,
-        sums: GradientSums | None,
-        graph: LossGraph | None,
-        plan: Plan | None = None,
-    ) -> BackwardPass:
-        return KeptTerms(forward, groups, clip, sums, instantiate=self.instantiate, plan=plan)
-
-
-@dataclass(frozen=True)
-class TwoPass:
-    """Keeps nothing: runs a second backward pass once the coefficients are known."""
-
-    name: str
-    instantiate: bool
-    one_pass = False
-
-    def refuse(self, trainable: TrainableParameters) -> None:
-        """Accept all parameters."""
-
-    def begin(
-        self,
-        forward: ForwardPass,
-        groups: Sequence[ParameterGroup],
-        clip: Clip,
-        sums: GradientSums | None,
-        graph: LossGraph | None,
-        plan: Plan | None = None,
-    ) -> BackwardPass:
-        (group,) = groups  # several groups were refused with this mode
-        # the user never runs it, since one pass is not enough
-        return _FirstPass(self, forward, group, clip, sums, cast(LossGraph, graph), plan)
-
-
 class _Recomputed:
     """Records the norms of the inputs of calls that activation checkpointing recomputes in one backward pass."""
 
@@ -363,9 +271,9 @@ class _CheckedPass(MeasuringPass):
         super().__init__(forward, instantiate=instantiate, plan=plan)
         self.recomputed, self.norms = _Recomputed(forward), NormAccumulator()
 
-    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
+    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
         self.recomputed.record(owner, saved)
-        return super().on_call(owner, saved)
+        super().on_call(owner, saved)
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         if self.counts(parameter):
@@ -390,7 +298,7 @@ class _FirstPass(_CheckedPass):
 
     def __init__(
         self,
-        mode: TwoPass,
+        mode: Mode,
         forward: ForwardPass,
         group: ParameterGroup,
         clip: Clip,
@@ -458,13 +366,19 @@ def _refuse_longer(mode: str) -> NoReturn:
     )
 
 
+def _may_differ(device: torch.device) -> bool:
+    """Return True if an operation on ``device`` may give different numbers when it runs again: kernels of accelerators
+    add up in no fixed order by default."""
+    return device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
+
+
 class _SecondPass(_CheckedPass):
     """Adds the sum of each parameter as soon as all its uses were reached. It measures again if operations may give
     different numbers, or if the first pass was given norms only."""
 
     def __init__(self, first: _FirstPass, clipped: Coefficients, sums: GradientSums):
         super().__init__(first.forward, instantiate=first.instantiate)
-        self.measures = may_differ(first.forward.probe.device) or first.was_given_norms
+        self.measures = _may_differ(first.forward.probe.device) or first.was_given_norms
         self._clipped, self._sums = clipped, sums
         self._last = LastResultCache()
         self._late: dict[nn.Parameter, torch.Tensor] = {}  # sums to be added after the backward pass
@@ -496,13 +410,61 @@ class _SecondPass(_CheckedPass):
         return norms_b
 
 
-MODES: dict[str, Mode] = {
+@dataclass(frozen=True)
+class Mode:
+    """How norms are measured and clipped sums are formed.
+
+    Attributes:
+        name: Its name for users.
+        one_pass: True if the terms, or the instances, are kept until the sums are formed, so that one backward pass is
+            enough; else nothing is kept, and a second one runs once the coefficients are known.
+        instantiate: True if norms are measured from each example's gradient. With one pass it is kept, and users may
+            read it.
+    """
+
+    name: str
+    one_pass: bool
+    instantiate: bool
+
+    def refuse(self, trainable: TrainableParameters) -> None:
+        """Raise ValueError if the mode is not exact for parameters that are sharded or split like these."""
+        if self.one_pass and self.instantiate and trainable.parallel:
+            raise ValueError(
+                f"clipping mode '{self.name}' provides whole gradients, which no process of a tensor-parallel model "
+                "has. Use clipping_mode='auto' or 'book_keeping'."
+            )
+
+    def begin(
+        self,
+        forward: ForwardPass,
+        groups: Sequence[ParameterGroup],
+        clip: Clip,
+        sums: GradientSums | None,
+        graph: LossGraph,
+        plan: Plan | None = None,
+    ) -> BackwardPass:
+        """Begin a backward pass over ``forward``.
+
+        Args:
+            groups: The groups of parameters that are clipped separately.
+            clip: Computes coefficients from norms.
+            sums: Receives the clipped sums; None to measure only.
+            graph: Can run a further backward pass.
+            plan: The parameters for which instances are kept; None leaves the choice to the terms.
+        """
+        if self.one_pass:
+            return KeptTerms(forward, groups, clip, sums, instantiate=self.instantiate, plan=plan)
+        (group,) = groups  # several groups were refused with this mode
+        return _FirstPass(self, forward, group, clip, sums, graph, plan)
+
+
+MODES = {
     mode.name: mode
     for mode in (
-        OnePass("book_keeping", instantiate=False),
-        TwoPass("ghost", instantiate=False),
-        TwoPass("fast_gradient", instantiate=True),
-        OnePass("per_sample", instantiate=True),
+        Mode("book_keeping", one_pass=True, instantiate=False),
+        Mode("ghost", one_pass=False, instantiate=False),
+        Mode("fast_gradient", one_pass=False, instantiate=True),
+        Mode("per_sample", one_pass=True, instantiate=True),
     )
 }
 

@@ -12,6 +12,7 @@ from torch import nn
 
 HALF = (torch.bfloat16, torch.float16)
 FULL_PRECISION = {"ieee", "none"}  # names of torch's settings for float32 products
+_AS_IT_IS = nullcontext()
 TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -25,12 +26,18 @@ def product_settings(device: torch.device) -> tuple[Any, Any]:
     )
 
 
-def exact_arithmetic(device: torch.device) -> AbstractContextManager:
-    """Compute in full fp32 inside the context, without gradients, TF32 or bf16 products."""
-    reduced = [setting for setting in product_settings(device) if setting.fp32_precision not in FULL_PRECISION]
+def reduced_products(device: torch.device) -> list[Any]:
+    """Return the :func:`product_settings` that are less than full float32."""
+    return [setting for setting in product_settings(device) if setting.fp32_precision not in FULL_PRECISION]
+
+
+def exact_arithmetic(device: torch.device, reduced: list[Any] | None = None) -> AbstractContextManager:
+    """Compute in full fp32 inside the context, without gradients, TF32 or bf16 products. ``reduced`` are the
+    :func:`reduced_products`, if they are known."""
+    reduced = reduced_products(device) if reduced is None else reduced
     if reduced:
         return _in_full(reduced)
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 @contextmanager

@@ -20,22 +20,17 @@ from .conditions import Conditions
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
 from .owners import Owner
 from .parallel.dtensor import to_local
-from .precision import HALF
+from .precision import HALF, reduced_products
 from .ragged import is_ragged, packed, unpacked
 from .terms import Term
 from .trainable import TrainableParameters
 
 
-class CallObserver(Protocol):
-    """Observes the calls that a backward pass reaches."""
-
-    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> BackwardPass | None:
-        """Handle a call of ``owner`` that was reached, with the tensors that its tap saved. Return the pass that needs
-        its terms; None if none does."""
-
-
-class BackwardPass(CallObserver, Protocol):
+class BackwardPass(Protocol):
     """One backward pass over the losses, as its taps use it (:mod:`.modes`)."""
+
+    def on_call(self, owner: Owner, saved: Sequence[torch.Tensor]) -> None:
+        """Observe that a call of ``owner`` was reached, with the tensors that its tap saved."""
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return True if the norm of each parameter's term is enough."""
@@ -84,20 +79,22 @@ class ForwardPass:
         self.reentrant = False  # some module ran without a graph, to be re-run inside backward
         self.recomputes = False  # activation checkpointing runs modules again inside backward
         self.packs = False  # saved tensors are discarded or moved, by activation checkpointing or offloading
-        self.backward: CallObserver | None = None  # the pass in progress
+        self.backward: BackwardPass | None = None  # the pass in progress
 
-    def go_back(self, backward: CallObserver) -> None:
-        """Let ``backward`` observe the taps that are reached from now on."""
+    def go_back(self, backward: BackwardPass) -> None:
+        """Let ``backward`` have the terms of the taps that are reached from now on."""
         self.backward, self._is_reached = backward, False
+        self.reduced = reduced_products(self.probe.device)  # once for all taps
 
     def record_call(self, owner: Owner) -> None:
         """Count a term for each parameter of ``owner``. Inside the backward pass, where activation checkpointing runs
         a call again, it was counted already."""
         if self.backward is None:
             self.packs |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-            self.uses.update(list(owner.names))
-            return
-        self.recomputes = True
+            for p in owner.names:
+                self.uses[p] += 1
+        else:
+            self.recomputes = True
 
     def record_kind(self, owner: Owner, inputs: Sequence[torch.Tensor]) -> None:
         """Record that ``owner`` is called differently than in the self-check, if it is."""

@@ -57,16 +57,15 @@ class Tap(torch.autograd.Function):
             reached = forward.probe_gradient()
             call.restore(saved, backprops, input_gradients)
             try:
-                with exact_arithmetic(forward.probe.device):
+                with exact_arithmetic(forward.probe.device, forward.reduced):
                     for parameter, term in _terms(call, backward).items():
                         backward.add(parameter, term)
             finally:
                 call.release()
-        if any(g is None for g in input_gradients.values()):
-            input_gradients = {}
-        elif input_gradients:  # the rule computed them, so autograd need not
+        if input_gradients and all(g is not None for g in input_gradients.values()):
+            # the rule computed them, so autograd need not
             return None, None, reached, None, *[None] * len(grads), *map(input_gradients.get, saved)
-        return None, None, reached, None, *backprops, *map(input_gradients.get, saved)
+        return None, None, reached, None, *backprops, *[None] * len(saved)
 
 
 def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
@@ -79,14 +78,16 @@ def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
         )
     call, forward = ctx.call, ctx.call.forward
     forward.require_clipper()  # before activation checkpointing recomputes the saved tensors
-    saved = [x.detach() for x in _recorded(ctx)]
+    saved = [x.detach() if x.requires_grad else x for x in _recorded(ctx)]
     if not forward.is_current:
         raise ValueError(
             f"the losses also depend on an earlier forward pass (of {forward.batch_size} examples), or backward "
             "ran over it before, so their gradients would not be clipped together. Compute losses from forward "
             "passes of one batch size, and call backward once."
         )
-    return (None if forward.backward is None else forward.backward.on_call(call.owner, saved)), saved
+    if forward.backward is not None:
+        forward.backward.on_call(call.owner, saved)
+    return forward.backward, saved
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class ParameterTap(torch.autograd.Function):
             sums = {p: g.sum(0, dtype=sum_dtype(p)).to(p.dtype) for p, g in found.items()}
         else:
             reached = forward.probe_gradient()
-            with exact_arithmetic(forward.probe.device):
+            with exact_arithmetic(forward.probe.device, forward.reduced):
                 for parameter, g in found.items():
                     backward.add(parameter, Dense(g))
         return None, reached, None, *map(sums.get, call.parameters), *[None] * len(saved)
@@ -194,10 +195,8 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
         found = rule.terms(call)
     else:
         found = _by_rule(call, rule.terms)
-    found = {
-        trainable.shards.sharded(p): Dense(term) if isinstance(term, torch.Tensor) else term
-        for p, term in found.items()
-    }
+    if trainable.shards:
+        found = {trainable.shards.sharded(p): term for p, term in found.items()}
     if missing := [name for p, name in owner.names.items() if p not in found]:
         what = "norms" if any(isinstance(term, NormOnly) for term in found.values()) else "gradients"
         raise ValueError(
@@ -205,10 +204,10 @@ def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Ter
             f"(register_{'norm' if what == 'norms' else 'grad'}_sampler) return them for every trainable parameter of "
             "the module, or freeze these (requires_grad_(False))."
         )
-    parallel = trainable.parallel
-    return {
-        p: parallel.local_part(owner, p, found[p], call.sums_positions) if parallel else found[p] for p in owner.names
-    }
+    terms = {p: Dense(term) if isinstance(term := found[p], torch.Tensor) else term for p in owner.names}
+    if trainable.parallel:
+        return {p: trainable.parallel.local_part(owner, p, t, call.sums_positions) for p, t in terms.items()}
+    return terms
 
 
 def _by_rule(call: RecordedCall, rule: Callable[..., Terms]) -> Terms:
@@ -221,8 +220,7 @@ def _by_rule(call: RecordedCall, rule: Callable[..., Terms]) -> Terms:
     except ValueError as error:  # rules do not know the module's path
         raise ValueError(f"{call.owner}: {error}") from error
     for p, gradient in found.items() if not call.forward.trainable.parallel else ():
-        wanted = (call.batch_size, *p.shape)
-        if isinstance(gradient, torch.Tensor) and gradient.shape != wanted:
+        if isinstance(gradient, torch.Tensor) and gradient.shape != (wanted := (call.batch_size, *p.shape)):
             raise ValueError(
                 f"the rule of {call.owner} gives a gradient of shape {tuple(gradient.shape)}. Let the rule you "
                 f"registered (register_grad_sampler) return one for each of the {call.batch_size} examples, a tensor "

@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dp_transformers import PerExampleClipper
-from dp_transformers.clipping.norms import DirectNorm, GhostNorm, NormAccumulator
-from dp_transformers.clipping.rounding import FP32, SPLIT
+from dp_transformers.clipping.norms import FP32, SPLIT, DirectNorm, GhostNorm, NormAccumulator
 from dp_transformers.clipping.terms import dense
 
 CPU = torch.device("cpu")

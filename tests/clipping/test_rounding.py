@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_transformers.clipping.norms import DirectNorm, NormAccumulator
+from dp_transformers.clipping.norms import FP32, SPLIT, SPLIT_ROUNDING, DirectNorm, NormAccumulator
 from dp_transformers.clipping.precision import FULL_PRECISION, exact_arithmetic
-from dp_transformers.clipping.rounding import FP32, SPLIT, SPLIT_ROUNDING
 from dp_transformers.clipping.terms.outer import Outer
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping import precision
+from dp_transformers.clipping.norms import SPLIT_ROUNDING
 from dp_transformers.clipping.precision import product_settings
-from dp_transformers.clipping.rounding import SPLIT_ROUNDING
 from dp_transformers.clipping.terms import Outer
 
 pytestmark = pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
-from ..escape import dtypes_in_graph
+from ..loss_graph import dtypes_in_graph
 from ..precision import HALF, full_products, product_settings, without_autocast
 from .outputs import evaluating, kept_buffers
 

@@ -27,7 +27,7 @@ from ...mechanism.values import equal_or_nan
 from ...runtime.randomness import global_state, same_global_state, seeded_global_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
-from ..kv_cache import configurations, without_caches
+from ..hooks import configurations, without_caches
 from ..precision import HALF
 from ..recorded_call import autocast_state
 from .comparison import NEGLIGIBLE, TOLERANCE

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..norms import DirectNorm, Measured
-from ..rounding import FP32
+from ..norms import FP32, DirectNorm, Measured
 
 T = TypeVar("T")
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_transformers.clipping.groups import ParameterGroup
+from dp_transformers.clipping.coefficients import ParameterGroup
 from dp_transformers.clipping.modes import KeptTerms
+from dp_transformers.clipping.norms import SPLIT_ROUNDING
 from dp_transformers.clipping.recorded_call import ForwardPass
-from dp_transformers.clipping.rounding import SPLIT_ROUNDING
 from dp_transformers.clipping.terms import (
     Convolution,
     Convolved,
