@@ -32,7 +32,7 @@ from .modes import MODES, Mode
 from .owners import Owner, assign_owners, refuse_escape
 from .parallel.dispatch import class_forward
 from .precision import without_autocast
-from .recorded_call import BackwardPass, ForwardPass, RecordedCall
+from .recorded_call import ForwardPass, RecordedCall
 from .tap import tapped
 from .trainable import TrainableParameters
 
@@ -360,7 +360,7 @@ class ClippingEngine:
             forward.reentrant = True
             return None
         call = RecordedCall(owner, forward, args, kwargs, output, first_node)
-        if forward.backward is None:
+        if forward.backward is None and self.memory is not None:
             for p in owner.names:
                 forward.returned[p] += call.outputs[0].numel()
         owner.random_state = None  # of no use any more, and nobody shall find it in a saved model
@@ -375,11 +375,6 @@ class ClippingEngine:
         return given
 
     # ---- backward ----
-
-    def go_back(self, forward: ForwardPass, backward: BackwardPass) -> None:
-        """A backward pass over ``forward`` begins."""
-        forward.go_back(backward)
-        self._hooks.in_backward = True
 
     def require_forward(self, losses: torch.Tensor | BatchLoss) -> ForwardPass:
         """The forward pass that ``losses`` must come from. Raises ValueError if they cannot."""
@@ -441,7 +436,8 @@ class ClippingEngine:
                 plan = self.plan(forward, groups)
                 mode = MODES["book_keeping"] if plan is not None and plan.one_pass else self.mode
                 backward = mode.begin(forward, groups, clip, None if norms_only else sums, graph, plan)
-                self.go_back(forward, backward)
+                forward.go_back(backward)
+                self._hooks.in_backward = True
                 self.trainable.drop_gradients()
                 graph.go_back(retain_graph=not mode.one_pass)
                 self._refuse_escapes(graph)

@@ -173,8 +173,7 @@ class RecordedCall:
             args, kwargs = unpacked(owner.module, args, kwargs)
             self.is_ragged = any(is_ragged(x) for x in (*args, *kwargs.values()))
         leaves, self._input_spec = _flatten((args, kwargs))
-        self._is_tensor = [isinstance(x, torch.Tensor) for x in leaves]
-        self._constants = [None if is_tensor else x for x, is_tensor in zip(leaves, self._is_tensor, strict=True)]
+        self._leaves = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
         self.inputs = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.output_leaves, self._output_spec = _flatten(output)
         self.outputs = [x for x in self.output_leaves if is_differentiable(x)]
@@ -268,9 +267,7 @@ class RecordedCall:
     def rebuilt(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple, dict]:
         """Return the arguments of the call with these tensors instead of its own."""
         given = iter(tensors)
-        leaves = [
-            next(given) if is_tensor else x for x, is_tensor in zip(self._constants, self._is_tensor, strict=True)
-        ]
+        leaves = [next(given) if x is _TENSOR else x for x in self._leaves]
         return (tuple(leaves), {}) if self._input_spec is None else packed(tree_unflatten(leaves, self._input_spec))
 
     def rebuilt_output(self, leaves: list[Any]) -> Any:
@@ -329,6 +326,7 @@ def _flatten(structure: Any) -> tuple[list[Any], Any]:
     return tree_flatten(structure)
 
 
+_TENSOR = object()  # stands for a tensor, which autograd holds
 _SAMPLE = 2**14  # numbers of a tensor that are compared
 
 

@@ -238,11 +238,8 @@ def _by_example(call: RecordedCall) -> tuple[list[torch.Tensor], torch.Tensor | 
             "dimension for channels: call it on (B, C, ...), with one row for each example. "
         )
         raise UnsupportedModuleError(reason + how_to_fix(owner.module), owner.module)
-    inputs = [batch_dim.batch_first(x, batch) for x, batch_dim in zip(call.inputs, call.input_batch_dims, strict=True)]
+    inputs, grads = call.inputs_by_example(), call.backprops_by_example()
     inputs = [x.expand(batch, *x.shape[1:]) if x.dim() and len(x) == 1 else x for x in inputs]
-    grads = [
-        batch_dim.batch_first(g, batch) for g, batch_dim in zip(call.backprops, call.output_batch_dims, strict=True)
-    ]
     return inputs, grads[0] if len(grads) == 1 else grads
 
 
