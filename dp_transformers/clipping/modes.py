@@ -366,7 +366,7 @@ def _refuse_longer(mode: str) -> NoReturn:
     )
 
 
-def _may_differ(device: torch.device) -> bool:
+def may_differ(device: torch.device) -> bool:
     """Return True if an operation on ``device`` may give different numbers when it runs again: kernels of accelerators
     add up in no fixed order by default."""
     return device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
@@ -378,7 +378,7 @@ class _SecondPass(_CheckedPass):
 
     def __init__(self, first: _FirstPass, clipped: Coefficients, sums: GradientSums):
         super().__init__(first.forward, instantiate=first.instantiate)
-        self.measures = _may_differ(first.forward.probe.device) or first.was_given_norms
+        self.measures = may_differ(first.forward.probe.device) or first.was_given_norms
         self._clipped, self._sums = clipped, sums
         self._last = LastResultCache()
         self._late: dict[nn.Parameter, torch.Tensor] = {}  # sums to be added after the backward pass
