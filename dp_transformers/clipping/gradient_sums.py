@@ -24,6 +24,7 @@ class GradientSums:
 
     def __init__(self, trainable: TrainableParameters):
         self._trainable, self.reduces = trainable, True
+        self._is_split = bool(trainable.shards or trainable.parallel)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._unreduced: dict[nn.Parameter, torch.Tensor] = {}
 
@@ -42,15 +43,17 @@ class GradientSums:
         Args:
             may_wait: Keep a sharded sum whole while :attr:`reduces` is False.
         """
-        shards, parallel = self._trainable.shards, self._trainable.parallel
+        shards = self._trainable.shards
         total = self.total(parameter, parts, self._unreduced.pop(parameter, None))
-        if shards and may_wait and not self.reduces:
+        if may_wait and not self.reduces and shards:
             if total is not None:
                 self._unreduced[parameter] = total
             return
         if total is None:
-            total = torch.zeros(parallel.shape(parameter), dtype=sum_dtype(parameter), device=self._trainable.device)
-        total = shards.summed(parameter, total) if shards else as_dtensor_like(total, parameter)
+            shape, dtype = self._layout(parameter)
+            total = torch.zeros(shape, dtype=dtype, device=self._trainable.device)
+        if self._is_split:
+            total = shards.summed(parameter, total) if shards else as_dtensor_like(total, parameter)
         before = self._sums.get(parameter)
         self._sums[parameter] = total if before is None else before.add_(total)
 
@@ -58,10 +61,15 @@ class GradientSums:
         self, parameter: nn.Parameter, parts: Iterable[torch.Tensor], total: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """Return the sum of ``parts`` and ``total`` on this rank; None if there are none."""
+        shape, dtype = self._layout(parameter)
         for part in parts:
-            part = part.to(sum_dtype(parameter)).view(self._trainable.parallel.shape(parameter))
+            part = part.to(dtype).view(shape)
             total = part.contiguous() if total is None else total.add_(part)
         return total
+
+    def _layout(self, parameter: nn.Parameter) -> tuple[torch.Size, torch.dtype]:
+        shape = self._trainable.parallel.shape(parameter) if self._is_split else parameter.shape
+        return shape, sum_dtype(parameter)
 
     def clear(self) -> None:
         """Forget all that was added."""

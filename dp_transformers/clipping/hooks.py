@@ -59,7 +59,6 @@ class HookedModel:
 
     def __init__(self, model: nn.Module, observer: Observer):
         self.model, self._observer = model, observer
-        self._opened_without_graph: contextlib.AbstractContextManager | None = None
         self.in_backward = False
         self._owners: Iterable[Owner] = ()
         self._gathers = False
@@ -68,14 +67,13 @@ class HookedModel:
         self._suspended = False
         self._opened: list[tuple[nn.Module, contextlib.AbstractContextManager]] = []
         self._configs: list[Any] = []  # those that say whether the model fills a cache
-        self._without_caches = contextlib.ExitStack()
+        self._around = contextlib.ExitStack()  # the call of the model
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles of a hooked model carry hooks that do nothing: no data, no gradient and no secret goes
         with them."""
         inert = {"_is_copy": True, "_suspended": True, "_in_forward": False, "in_backward": False}
-        inert |= {"_owners": (), "_opened": [], "_opened_without_graph": None}
-        return inert | {"_configs": [], "_without_caches": contextlib.ExitStack()}
+        return inert | {"_owners": (), "_opened": [], "_configs": [], "_around": contextlib.ExitStack()}
 
     @property
     def are_installed(self) -> bool:
@@ -130,7 +128,7 @@ class HookedModel:
         """Undo what an interrupt may have left inside a module."""
         while self._opened:
             self._opened.pop()[1].__exit__(None, None, None)
-        self._without_caches.close()
+        self._around.close()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -148,15 +146,14 @@ class HookedModel:
             return
         refuse_tracing()
         if not torch.is_grad_enabled():
-            opened = self._opened_without_graph = self._observer.without_graph()
-            opened.__enter__()
+            self._around.enter_context(self._observer.without_graph())
             return
         handles = self._handles
         if not self._observer.begin_forward(args, kwargs):
             return
         self._in_forward = True
         if kwargs.get("past_key_values") is None:
-            self._without_caches.enter_context(without_caches(self._configs))
+            self._around.enter_context(without_caches(self._configs))
         for owner in [owner for owner in self._owners if owner.module is module]:
             if self._handles is not handles:  # new hooks, which come too late for the call that is going on
                 self._before_call(owner, module, args)
@@ -166,14 +163,10 @@ class HookedModel:
                 self._before_call(owner, module, args)
 
     def _after_model(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-        was_recorded, self._in_forward = self._in_forward, False
-        self._without_caches.close()
+        recorded, self._in_forward = self._in_forward and output is not None, False  # None: it raised
         for owner in self._owners:
             owner.first_nodes.clear()  # of calls that raised
-        opened, self._opened_without_graph = self._opened_without_graph, None
-        if opened is not None:
-            opened.__exit__(None, None, None)
-        recorded = was_recorded and output is not None  # None: it raised
+        self._around.close()
         return self._observer.end_forward(args, kwargs, output) if recorded else None
 
     # ---- modules that own parameters ----

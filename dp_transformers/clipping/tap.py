@@ -138,11 +138,14 @@ def tapped(call: RecordedCall) -> Any:
     """Return the output of the call, behind the tap."""
     owner, forward, outputs = call.owner, call.forward, call.outputs
     # a rule that takes the call may give the gradients of the inputs, so the tap depends on them too
-    saved = list(call.inputs) if owner.rule.takes_call else [x.detach() for x in call.inputs]
+    if owner.rule.takes_call:
+        saved = list(call.inputs)
+    else:
+        saved = [x.detach() if x.requires_grad else x for x in call.inputs]
     if owner.may_be_rerun:
         saved += [x.detach() for x in outputs]  # to compare with recomputed outputs, or to compute from
-    if any(x.dtype in HALF for x in outputs):
-        forward.low_precision = next(x.dtype for x in outputs if x.dtype in HALF)
+    if low := [x.dtype for x in outputs if x.dtype in HALF]:
+        forward.low_precision = low[0]
     in_place = not owner.rule.backward_reads_output or _ends_in_arithmetic(call)
     tensors = Tap.apply(call, in_place, forward.probe, len(outputs), *outputs, *saved)
     given = iter(tensors if isinstance(tensors, tuple) else (tensors,))
