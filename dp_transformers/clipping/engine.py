@@ -218,7 +218,6 @@ class ClippingEngine:
         trainable = self.trainable
         trainable.shards.reshard()
         grads = [(p.grad, p.grad_dtype) for p in trainable.parameters]
-        training = {m: m.training for m in self.model.modules()}
         on_trial, self._on_trial = self._on_trial, True
         forward, self.forward = self.forward, None
         try:
@@ -230,8 +229,6 @@ class ClippingEngine:
             self.forward = forward
             trainable.shards.reshard()
             trainable.thaw()
-            for m, mode in training.items():
-                m.training = mode
             for p, (grad, dtype) in zip(trainable.parameters, grads, strict=True):
                 p.grad = None
                 if p.grad_dtype != dtype:
@@ -301,14 +298,12 @@ class ClippingEngine:
             forward.positions |= positions_of(args, kwargs, batch_size)
         return True
 
-    @contextlib.contextmanager
-    def without_graph(self) -> Iterator[None]:
-        """Such a pass over a private batch may leave something in the model, which would tell later batches of it as a
-        pass with a graph would."""
+    def without_graph(self) -> contextlib.AbstractContextManager:
+        """Return a context for a pass without a graph. Over a private batch it may leave something in the model, which
+        would tell later batches of it as a pass with a graph would."""
         loop = self._loop_in_charge
         is_private = loop is not None and loop.current_batch() is not None
-        with self.state.aside() if is_private else contextlib.nullcontext():
-            yield
+        return self.state.aside() if is_private else contextlib.nullcontext()
 
     def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
         probe = torch.zeros(batch_size, device=self.trainable.device, dtype=torch.float32, requires_grad=True)

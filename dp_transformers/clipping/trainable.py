@@ -74,15 +74,12 @@ class TrainableParameters:
     def refuse_gradient_hooks(self) -> None:
         """Raise ValueError if a parameter has a gradient hook of other code."""
         for p in self.parameters:
-            # one of them is that of the clipper
-            if p._backward_hooks or (len(p._post_accumulate_grad_hooks or ()) > 1 and self._has_foreign_hook(p)):
+            others = len(p._post_accumulate_grad_hooks or ()) - 1  # besides that of the clipper
+            if p._backward_hooks or (others > 0 and others > self.parallel.native_hooks(p)):
                 raise ValueError(
                     f"trainable parameter '{self.name_of(p)}' has a gradient hook, which could change or use "
                     "gradients without noise. Remove it: call remove() of the handle that register_hook returned."
                 )
-
-    def _has_foreign_hook(self, p: nn.Parameter) -> bool:
-        return len(p._post_accumulate_grad_hooks or ()) > 1 + self.parallel.native_hooks(p)
 
     def are_the_same(self) -> bool:
         """Return True if the same parameters are trainable now."""
