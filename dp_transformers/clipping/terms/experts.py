@@ -27,10 +27,7 @@ class Routed:
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.left.shape[:2] == self.right.shape[:2]
-
-    @property
-    def is_bf16(self) -> bool:
-        return is_bf16(self.left, self.right)
+        self.is_bf16 = is_bf16(self.left, self.right)
 
     @property
     def store_instantiated(self) -> bool:

@@ -44,10 +44,7 @@ class Outer:
 
     def __post_init__(self) -> None:
         assert self.left.dim() == self.right.dim() == 3 and self.left.shape[:2] == self.right.shape[:2]
-
-    @property
-    def is_bf16(self) -> bool:
-        return is_bf16(self.left, self.right)
+        self.is_bf16 = is_bf16(self.left, self.right)
 
     def _factor(self, x: torch.Tensor) -> torch.Tensor:
         return factor(x, bf16=self.is_bf16)
