@@ -98,7 +98,7 @@ class Owner:
     def knows(self, inputs: Sequence[torch.Tensor]) -> bool:
         """Return True if :func:`.discovery.discover_owners` saw a call with inputs of these ranks, so that their batch
         dimensions are known."""
-        return self.known_ranks is None or tuple(x.dim() for x in inputs) in self.known_ranks
+        return self.known_ranks is None or tuple([x.dim() for x in inputs]) in self.known_ranks
 
     def batch_dims_of(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batch: int

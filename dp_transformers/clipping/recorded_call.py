@@ -20,7 +20,7 @@ from .conditions import Conditions
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
 from .owners import Owner
 from .parallel.dtensor import to_local
-from .precision import HALF, reduced_products
+from .precision import reduced_products
 from .ragged import is_ragged, packed, unpacked
 from .terms import Term
 from .trainable import TrainableParameters
@@ -153,6 +153,7 @@ class RecordedCall:
 
     Attributes:
         random_state: State of torch's generators at the start of the call; None if the call did not use them.
+        autocast: The :func:`autocast_state` of a call that may be re-run.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -293,11 +294,6 @@ class RecordedCall:
             batch_dim.holds_examples(x, self.batch_size)
             for x, batch_dim in zip(self.inputs, self.input_batch_dims, strict=True)
         ]
-
-    @property
-    def is_half(self) -> bool:
-        """True if the call ran, or may have run, in less than float32."""
-        return self.autocast[2] or any(x.dtype in HALF for x in (*self.inputs, *self.outputs))
 
 
 def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
