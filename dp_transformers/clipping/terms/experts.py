@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -27,7 +28,10 @@ class Routed:
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.left.shape[:2] == self.right.shape[:2]
-        self.is_bf16 = is_bf16(self.left, self.right)
+
+    @cached_property
+    def is_bf16(self) -> bool:
+        return is_bf16(self.left, self.right)
 
     @property
     def store_instantiated(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 
 import torch
@@ -44,7 +44,10 @@ class Outer:
 
     def __post_init__(self) -> None:
         assert self.left.dim() == self.right.dim() == 3 and self.left.shape[:2] == self.right.shape[:2]
-        self.is_bf16 = is_bf16(self.left, self.right)
+
+    @cached_property
+    def is_bf16(self) -> bool:
+        return is_bf16(self.left, self.right)
 
     def _factor(self, x: torch.Tensor) -> torch.Tensor:
         return factor(x, bf16=self.is_bf16)
