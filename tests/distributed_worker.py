@@ -49,12 +49,11 @@ from dp_transformers.mechanism.clipping_functions import AdaptiveClipping, FlatC
 from dp_transformers.mechanism.mechanism import Mechanism
 from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
 from dp_transformers.mechanism.sampling import PoissonSampling
-from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.noise.sharded import ShardedNoise
+from dp_transformers.noise.generators import GaussianNoise, ShardedNoise
 from dp_transformers.runtime import distributed
 from dp_transformers.step.ledger import Ledger
 from dp_transformers.step.step import PrivateStep
-from dp_transformers.trainer.accelerate_patches import allow_meshes_on_cpu
+from dp_transformers.trainer.patches import allow_meshes_on_cpu
 
 SEED = 55  # draws 2, 5, 2, 1 and no examples: over two ranks 3 + 2 (two physical batches and one), 1 + 0, 0 + 0
 CORRELATED = {

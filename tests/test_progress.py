@@ -8,7 +8,7 @@ from test_mixin import make
 from transformers import ProgressCallback, TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments
-from dp_transformers.trainer.progress import PrivateProgress, show_spent
+from dp_transformers.trainer.patches import PrivateProgress, show_spent
 
 
 class Watch(TrainerCallback):

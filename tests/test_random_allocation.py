@@ -17,7 +17,7 @@ from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
 from dp_transformers.mechanism.noise import BandedInverseNoise, IndependentNoise
 from dp_transformers.mechanism.sampling import BallsInBinsSampling, RandomAllocationSampling, Sampling
 from dp_transformers.mechanism.values import StepParameters
-from dp_transformers.reports.attack import privacy_curve
+from dp_transformers.reports.recompute import privacy_curve
 
 DELTA = 1e-5
 

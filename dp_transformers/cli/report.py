@@ -41,7 +41,7 @@ def report(
     Needs neither torch, nor the model, nor the data. Exits with 1 where certificate, ledger and signature disagree.
     """
     from ..reports.findings import Report, look
-    from ..reports.html import write
+    from ..reports.pages import write
 
     for run_dir in run_dirs:
         _refuse_parent(run_dir)

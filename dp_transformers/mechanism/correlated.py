@@ -67,7 +67,7 @@ class ToeplitzNoise(Noise):
         return _worth(steps, math.sqrt(math.ceil(taken / min_separation)) / moved, sample_rate=1.0)
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
-        from ..noise.sharded import ShardedNoise
+        from ..noise.generators import ShardedNoise
 
         return ShardedNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False, stream=self._stream())
 

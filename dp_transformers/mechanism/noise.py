@@ -25,7 +25,7 @@ class NoiseSource(Protocol):
     """Draws the noise of one process. It holds secrets, and can be neither copied nor pickled.
 
     A source that draws floating-point numbers sets the attribute ``is_dithered`` to True, as the library's sources do.
-    The released sum is then dithered too (:mod:`~dp_transformers.noise.digits`).
+    The released sum is then dithered too (:mod:`~dp_transformers.noise.generators`).
     """
 
     def add_(self, grads: Sequence[Tensor], /, std: float) -> None:
@@ -103,7 +103,7 @@ class IndependentNoise(Noise):
         return self.noise_multiplier * math.sqrt((steps + 1) / 2)
 
     def source(self, clipper: Any, *, dp_seed: int | None = None, secure: bool = False) -> NoiseSource:
-        from ..noise.sharded import ShardedNoise
+        from ..noise.generators import ShardedNoise
 
         return ShardedNoise(clipper, dp_seed=dp_seed, secure=secure, warn=False)
 

@@ -12,7 +12,7 @@ from ..clipping.parallel.dtensor import to_local
 from ..clipping.precision import set_gradient, sum_dtype
 from ..mechanism.noise import NoiseSource
 from ..runtime import distributed
-from .digits import round_digits
+from .generators import round_digits
 
 
 def add_noise_and_divide(
@@ -31,8 +31,8 @@ def add_noise_and_divide(
     A missing gradient is zero, so an empty draw becomes a step of pure noise.
 
     Noise and sums are in float32, the noised sum is rounded to digits that the noise has too
-    (:mod:`~dp_transformers.noise.digits`), and the result is cast to the parameter's dtype last. The step must be in
-    the ledger before this is called. Per-example gradients (``p.grad_sample``) are deleted.
+    (:mod:`~dp_transformers.noise.generators`), and the result is cast to the parameter's dtype last. The step must be
+    in the ledger before this is called. Per-example gradients (``p.grad_sample``) are deleted.
 
     Args:
         parameters: The trainable parameters.

@@ -1,7 +1,25 @@
-"""The Gaussian mechanism: noise in fp32, from a generator that only the operating system seeds.
+"""The Gaussian mechanism: noise in fp32, from a generator that only the operating system seeds; its last digits; and
+noise for gradients that are DTensors.
 
 ``args.seed`` seeds initialisation and is written into every run's configuration. Knowing it must not help to draw the
 noise again and subtract it. So noise never comes from the global generators of torch or numpy.
+
+**Digits.** The Gaussian mechanism is proven private for real numbers. A float32 number has 24 binary digits, so noise
+z is a multiple of 2⁻²³ of a power of two below |z|. A sum s + z may be much smaller than z. It then has finer digits
+than z, which are digits of s: they reveal s whatever the noise is (Haney et al. 2022, arXiv 2207.13793). Two numbers
+made from one radius and angle take only few of the possible pairs of values, which reveals s as well (Holohan and
+Braghin 2021, arXiv 2107.10138). Two steps prevent both:
+
+- The sum of all ranks with its noise is dithered: a uniform number u is added, of width ``DITHER`` times the standard
+  deviation, in 2³² steps. Within this width lie 2¹⁵ of the values of z near one standard deviation, and 2¹² near
+  eight, and the steps of u are much finer than the released digits. u adds 1.3 · 10⁻⁶ to the variance of z. All ranks
+  draw the same u for the same sum, from a shared secret.
+- The released number is rounded to multiples of ``step(std)``, the digits of a float32 as large as the noise. So a
+  small sum has no finer digits, not even in float64.
+
+Nothing is added to a sum afterwards. Adding independent numbers and rounding are post-processing of a sum with noise
+z, and cost no privacy. This is not a proof for floats: at the rounded digits, z + u has the probabilities of real
+noise to about 2⁻¹⁶.
 """
 
 from __future__ import annotations
@@ -15,8 +33,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
+from ..clipping import PerExampleClipper
+from ..clipping.parallel.dtensor import is_dtensor, to_local
 from ..mechanism.keystream import chacha20
-from .digits import DITHER
+from ..mechanism.noise import NoiseSource
+from ..runtime import distributed
+
+DITHER = 2.0**-8  # width of the uniform numbers, over the standard deviation of the noise
+_DIGITS = 24  # binary digits that are kept of the standard deviation of the noise
+_SMALLEST = 2.0**-90  # smaller steps are not rounded to, because float32 could not hold the quotients
+
+
+def step(std: float) -> float:
+    """Return the distance between two released numbers with noise of this standard deviation: a power of two, so that
+    division and multiplication are exact, between 2⁻²⁵ and 2⁻²⁴ of ``std``."""
+    return 2.0 ** (math.frexp(std)[1] - 1 - _DIGITS)
+
+
+def round_digits(tensors: list[torch.Tensor], std: float) -> None:
+    """Round tensors in place to multiples of ``step(std)``. Nothing is rounded if ``std`` is 0 or below 10⁻²⁰."""
+    if std and (power := step(std)) >= _SMALLEST:
+        torch._foreach_div_(tensors, power)
+        torch._foreach_round_(tensors)
+        torch._foreach_mul_(tensors, power)
+
 
 Bits = Callable[[int], torch.Tensor]  # (count,) random int64 numbers
 _CHUNK, _TOGETHER = 2**16, 2**14  # numbers computed at once, and drawn at once for several tensors
@@ -38,7 +78,7 @@ class GaussianNoise:
     of real numbers. A number has 24 bits, as have its radius and angle before, so a single draw can be recognised by
     the values that it takes (Mironov 2012; Jin et al. 2021, arXiv 2112.05307). Summing four makes it costly to find
     the draws of a number (Holohan and Braghin 2021, arXiv 2107.10138, with n = 2), which is not a proof. For the last
-    digits of results see :mod:`~dp_transformers.noise.digits`.
+    digits of results see :mod:`~dp_transformers.noise.generators`.
 
     Args:
         dp_seed: Fixed seed for tests. Anyone who knows it can subtract the noise, so the run is not private.
@@ -121,7 +161,7 @@ class GaussianNoise:
 
 
 class Dither(GaussianNoise):
-    """Independent uniform numbers of width :data:`~.digits.DITHER` · ``std``, instead of normal numbers. Ranks that
+    """Independent uniform numbers of width :data:`DITHER` · ``std``, instead of normal numbers. Ranks that
     dither the same sum are given the same entropy, which is never that of noise."""
 
     def __init__(self, *, secure: bool = False, entropy: Sequence[int]):
@@ -208,3 +248,51 @@ def _pcg64(entropy: Sequence[int]) -> Bits:
 def _chacha20(entropy: Sequence[int]) -> Bits:
     keystream = chacha20(entropy)
     return lambda count: torch.frombuffer(bytearray(keystream(bytes(8 * count))), dtype=torch.int64)
+
+
+class ShardedNoise:
+    """:class:`~dp_transformers.noise.generators.GaussianNoise`, or another ``stream``, for the gradients of
+    ``clipper.parameters``, which may be DTensors.
+
+    Parameters with the same device mesh and placements share one random stream. Ranks that hold different shards of a
+    parameter add independent noise to them; ranks that hold replicas of a shard add the same noise. All ranks must
+    construct it together.
+
+    Args:
+        clipper: The clipper of the model on this rank.
+        dp_seed, secure: As in ``GaussianNoise``.
+        warn: Warn that noise with a ``dp_seed`` is not private; False if the caller has warned already.
+        stream: Makes the source of one random stream from ``secure`` and ``entropy``.
+        same: Add the same numbers on ranks that each hold a whole sum.
+    """
+
+    is_dithered = True  # see NoiseSource
+
+    def __init__(
+        self,
+        clipper: PerExampleClipper,
+        *,
+        dp_seed: int | None = None,
+        secure: bool = False,
+        warn: bool = True,
+        stream: Callable[..., NoiseSource] = GaussianNoise,
+        same: bool = False,
+    ):
+        if warn:
+            check_noise_source(dp_seed=dp_seed, secure=secure)
+        self._streams: dict[object, NoiseSource] = {}
+        self._placements = [(p.device_mesh, p.placements) if is_dtensor(p) else None for p in clipper.parameters]
+        for p, key in zip(clipper.parameters, self._placements, strict=True):
+            if key not in self._streams:
+                replicas = None if is_dtensor(clipper.shards.unsharded(p)) else clipper.parallel.group
+                entropy = distributed.noise_entropy(p, dp_seed, layout=len(self._streams), replicas=replicas)
+                if entropy is None and (same or dp_seed is not None):
+                    entropy = [distributed.shared_secret(dp_seed)]
+                self._streams[key] = stream(secure=secure, entropy=entropy)
+
+    def add_(self, grads: Sequence[torch.Tensor], std: float) -> None:
+        """Add noise of standard deviation ``std`` to this rank's shards of the gradients, in the order of the
+        parameters."""
+        for key, stream in self._streams.items():
+            shards = [to_local(grad) for grad, at in zip(grads, self._placements, strict=True) if at == key]
+            stream.add_(shards, std)

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ..step.ledger import Chain, Ledger
-from .attack import PrivacyCurve, ceilings, no_privacy, privacy_curve
 from .certificate import CERTIFICATE_NAME, CertificateError, build, disagreements, read, summary, unfinished_draws
-from .recompute import RecordedRun, composed, is_other_data, over_steps, recorded_runs
+from .recompute import (
+    PrivacyCurve,
+    RecordedRun,
+    ceilings,
+    composed,
+    is_other_data,
+    no_privacy,
+    over_steps,
+    privacy_curve,
+    recorded_runs,
+)
 from .signatures import SignatureError, signer
 from .words import paragraph
 

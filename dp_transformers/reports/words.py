@@ -7,7 +7,7 @@ from decimal import ROUND_CEILING, Context
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .attack import PrivacyCurve
+    from .recompute import PrivacyCurve
 
 # the difference between neighbouring data sets
 CHANGES = {
@@ -65,7 +65,7 @@ def _found_person(total: Mapping[str, Any]) -> str:
         return f"For a person with {k} rows, that number of rows that are found does not hold."
     import numpy as np
 
-    from .attack import PrivacyCurve
+    from .recompute import PrivacyCurve
 
     found = up(100 * PrivacyCurve(np.array([epsilon]), np.array([delta])).detection(0.01), 3)
     return f"Of 100 persons with {k} rows each they find at most {found}, which follows from ε and δ alone."
@@ -94,7 +94,7 @@ def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str
     ]
     if certificate["private"] is None:
         return rows
-    from .attack import ceilings  # NumPy comes with it, and the command line rounds without
+    from .recompute import ceilings  # NumPy comes with it, and the command line rounds without
 
     detections = ceilings(curve).items()
     return rows + [

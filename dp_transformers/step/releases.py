@@ -15,8 +15,7 @@ import torch
 from ..clipping import PerExampleClipper
 from ..mechanism.clipping_functions import AdaptiveClipping
 from ..mechanism.mechanism import Mechanism, Release
-from ..noise.digits import round_digits
-from ..noise.generators import Dither, GaussianNoise
+from ..noise.generators import Dither, GaussianNoise, round_digits
 from ..runtime import distributed
 
 LOSS = "loss"  # the name of the release

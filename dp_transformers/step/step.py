@@ -36,9 +36,8 @@ from ..losses.heads import refuse_targets_padded_on_the_left
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
 from ..mechanism.mechanism import Mechanism
 from ..noise.add_noise import add_noise_and_divide
-from ..noise.generators import Dither
+from ..noise.generators import Dither, ShardedNoise
 from ..noise.optimizers import set_noise_variance
-from ..noise.sharded import ShardedNoise
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds, require_unseeded
 from .gradients import ReleasedGradients

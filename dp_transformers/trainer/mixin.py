@@ -27,15 +27,14 @@ from ..losses.example_losses import ExampleLosses, runs_the_model
 from ..losses.heads import PerExampleLoss, default_loss_bound, find_per_example_loss, predicts_next_token
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
-from ..reports.model_card import add_to
+from ..reports.pages import add_to
 from ..runtime import distributed
 from ..runtime.randomness import seeded_global_generators
 from ..step.checkpoint import rotate
 from ..step.releases import loss_release
 from ..step.run import PrivacySpent, PrivateRun
-from .accelerate_patches import meshes_on_cpu, reduce_in_float32
 from .dp_config import DPTrainingArguments
-from .progress import show_spent
+from .patches import meshes_on_cpu, reduce_in_float32, show_spent
 from .refused import (
     refuse_arguments,
     refuse_order_of_bases,

@@ -10,8 +10,7 @@ if find_spec("trl") is None:
         name="trl",
     )
 
-from .dpo import DPDPOConfig, DPDPOTrainer
-from .reward import DPRewardConfig, DPRewardTrainer
+from .preferences import DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer
 from .sft import DPSFTConfig, DPSFTTrainer
 
 __all__ = ["DPDPOConfig", "DPDPOTrainer", "DPRewardConfig", "DPRewardTrainer", "DPSFTConfig", "DPSFTTrainer"]

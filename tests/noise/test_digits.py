@@ -12,8 +12,7 @@ from dp_transformers.mechanism.clipping_functions import AdaptiveClipping
 from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise
 from dp_transformers.mechanism.sampling import FixedOrderSampling
 from dp_transformers.noise.add_noise import add_noise_and_divide
-from dp_transformers.noise.digits import DITHER, round_digits, step
-from dp_transformers.noise.generators import Dither, GaussianNoise
+from dp_transformers.noise.generators import DITHER, Dither, GaussianNoise, round_digits, step
 from dp_transformers.runtime import distributed
 from dp_transformers.step.releases import NoisedShare, PrivateLoss
 

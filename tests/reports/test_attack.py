@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dp_transformers.reports.attack import FALSE_ALARMS, ceilings, no_privacy, privacy_curve
+from dp_transformers.reports.recompute import FALSE_ALARMS, ceilings, no_privacy, privacy_curve
 
 pytestmark = pytest.mark.halved
 

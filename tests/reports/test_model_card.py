@@ -4,7 +4,7 @@ import pytest
 from recorded import record
 
 from dp_transformers.reports.findings import Report, look
-from dp_transformers.reports.model_card import add_to, put_into, section
+from dp_transformers.reports.pages import add_to, put_into, section
 from dp_transformers.step.ledger import Ledger
 
 

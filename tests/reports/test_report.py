@@ -17,7 +17,7 @@ from dp_transformers import compute_epsilon
 from dp_transformers.cli.main import main
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.reports.findings import Report, look
-from dp_transformers.reports.html import PAGE_NAME
+from dp_transformers.reports.pages import PAGE_NAME
 from dp_transformers.reports.words import up
 from dp_transformers.step.ledger import LEDGER_NAME
 

@@ -1,4 +1,4 @@
-"""DPDPOTrainer is TRL's DPOTrainer with the private step of DPTrainerMixin.
+"""DPDPOTrainer and DPRewardTrainer are TRL's trainers on preferences, with the private step of DPTrainerMixin.
 
 Shape legend: B preferences, T positions, V tokens of the vocabulary.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from torch import nn
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.trainer.utils import use_adapter
 
 from ..losses.heads import IGNORE_INDEX, next_token_losses
@@ -182,3 +182,59 @@ def _typicality(logits: torch.Tensor, tokens_bt: torch.Tensor, text: Mapping[str
     that the model would draw."""
     drawn_bt = torch.logsumexp(2 * logits.float().log_softmax(-1), -1)
     return _mean(tokens_bt - drawn_bt, text)
+
+
+@dataclass
+class DPRewardConfig(RewardConfig, DPTrainingArguments):
+    """Arguments of [`DPRewardTrainer`]: those of TRL's RewardConfig, with its defaults, and the privacy parameters of
+    [`DPTrainingArguments`].
+
+    Example::
+
+        >>> from dp_transformers import DPRewardConfig
+        >>> args = DPRewardConfig(
+        ...     "outputs", target_epsilon=8.0, target_delta=1e-6, expected_batch_size=256, use_cpu=True,
+        ...     activation_checkpointing=True,
+        ... )
+        >>> args.learning_rate, args.expected_batch_size
+        (0.0001, 256)
+    """
+
+    def __post_init__(self) -> None:
+        refuse_trl_settings(self)
+        super().__post_init__()
+
+
+class DPRewardTrainer(PairsMixin, RewardTrainer):
+    """TRL's RewardTrainer whose training is (ε, δ)-differentially private in the preferences.
+
+    A preference is one example: the gradient of its loss, which depends on both texts, is clipped as a whole.
+
+    Args:
+        model, args, train_dataset, ...: As in RewardTrainer; `args` must be a [`DPRewardConfig`].
+        per_example_loss_func (`Callable`, *optional*): As in [`DPTrainer`], instead of RewardTrainer's loss. Its
+            batches hold (B, 2, T) tensors, the chosen text of each row before the rejected one.
+
+    Raises:
+        ValueError: at construction, for whatever would break the guarantee, with the way out.
+
+    Example::
+
+        >>> from dp_transformers import DPRewardTrainer
+        >>> DPRewardTrainer.trains_privately
+        True
+    """
+
+    config = DPRewardConfig
+    args: DPRewardConfig  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def example_losses(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """Compute the (B,) losses of a training batch from the difference of the rewards of each row."""
+        chosen_b, rejected_b = (
+            model(**side, use_cache=False).logits.squeeze(-1).float()
+            for side in sides(inputs, ["input_ids", "attention_mask"])
+        )
+        losses_b = -F.logsigmoid(chosen_b - rejected_b - inputs.get("margin", 0.0))
+        if self.args.center_rewards_coefficient is not None:
+            losses_b = losses_b + self.args.center_rewards_coefficient * (chosen_b + rejected_b) ** 2
+        return losses_b
