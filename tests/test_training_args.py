@@ -63,10 +63,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"sampling": "b_min_sep"}, "b-min-sep nothing but Monte-Carlo estimates is known, which are no bound"),
         ({"secure_rng": True, "dp_seed": 1}, "contradict"),
         ({"fp16": True}, "use bf16=True"),
-        (
-            {"dataloader_drop_last": True},
-            "no last batch to drop, and dropping examples would change the sample rate; leave it False",
-        ),
+        ({"dataloader_drop_last": True}, "no last batch to drop; leave it False"),
         ({"train_sampling_strategy": "group_by_length"}, "the draws of a step are those that epsilon is computed for"),
         ({"auto_find_batch_size": True}, "restarts training"),
         ({"include_num_input_tokens_seen": True}, "not covered by epsilon; leave it 'no'"),

@@ -58,8 +58,8 @@ else:
     Base = object
 
 HOW_TO_SEARCH = (
-    "DPTrainer cannot search hyperparameters: every trial is a private training of its own, and what they spend adds "
-    "up. Run each trial with train() of a DPTrainer of its own, and add up their epsilon."
+    "DPTrainer cannot search hyperparameters: every trial is a private training of its own. Run each trial with "
+    "train() of a DPTrainer of its own, and add up their epsilon."
 )
 
 logger = logging.getLogger(__name__)
@@ -235,8 +235,8 @@ class DPTrainerMixin(Base):
         # Trainer has no such attribute before transformers 5.19, where refuse_settings refuses such a model
         if resume_from_checkpoint and getattr(self, "is_distributed_loading_by_transformers", False):
             raise ValueError(
-                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer "
-                "is not saved. Load the saved model and start a new run; what both spend adds up."
+                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed, since its "
+                "optimizer is not saved: load the saved model and start a new run. What both spend adds up."
             )
         choices, metric = self._chosen_by_evaluation, self.args.metric_for_best_model
         is_on_training_rows = _evaluates_on(self.train_dataset, self.eval_dataset, metric)
@@ -313,8 +313,8 @@ class DPTrainerMixin(Base):
         raw, step = torch.zeros((), device=self.args.device), self._private.step
         if self.model is not step.clipper.model:
             raise ValueError(
-                "trainer.model was replaced while it is trained, so the gradients of the new model would not be "
-                "clipped. Load other weights into the model that is there (load_state_dict), or make another trainer."
+                "trainer.model was replaced while it is trained, and the new one would not be clipped: load weights "
+                "into the model that is there (load_state_dict), or make another trainer."
             )
         if self.args.gradient_accumulation_steps != 1:
             raise ValueError(
@@ -370,8 +370,8 @@ class DPTrainerMixin(Base):
             return loss, predictions, labels
         if self.compute_metrics is not None and isinstance(predictions, tuple) and not predictions:
             raise ValueError(
-                "compute_metrics has no predictions: per_example_loss_func does not call the model, but parts of it. "
-                "Call model(...) in it, whose first outputs are the predictions, or leave compute_metrics out."
+                "compute_metrics has no predictions, since per_example_loss_func calls parts of the model alone: call "
+                "model(...) in it, or leave compute_metrics out."
             )
         if labels == () and all(name in inputs for name in self._labels_of_loss):
             own = tuple(inputs[name] for name in self._labels_of_loss)
@@ -380,7 +380,10 @@ class DPTrainerMixin(Base):
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Return the norm of the noised gradient. It is not clipped again: `max_grad_norm` bounds each example."""
-        return _total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        groups = defaultdict(list)  # those of one mesh are reduced together, so that ranks send few numbers
+        for grad in (p.grad for p in model.parameters() if p.grad is not None):
+            groups[(grad.device_mesh, grad.placements) if is_dtensor(grad) else None].append(grad)
+        return torch.stack(full_tensors(map(torch.nn.utils.get_total_norm, groups.values()))).norm()
 
     # ---- batches: Trainer gets a LogicalBatch where it expects a batch ----
 
@@ -565,8 +568,7 @@ def _private_arguments(args: Any, others: Mapping[str, Any]) -> DPTrainingArgume
     if args.n_gpu > 1:
         raise ValueError(
             f"{args.n_gpu} devices in one process would train with nn.DataParallel, whose replicas cannot be clipped "
-            "together. Start one process per device (accelerate launch or torchrun), or set CUDA_VISIBLE_DEVICES to "
-            "one."
+            "together. Start one process per device (accelerate launch or torchrun)."
         )
     return args
 
@@ -586,10 +588,9 @@ def _refuse_more_rows(made: int, given: int, max_examples_per_person: int) -> No
     if made > given * max_examples_per_person:
         least = -(-made // given)
         raise ValueError(
-            f"the trainer made {made} rows of the {given} of train_dataset, so some given row became several, but "
-            f"max_examples_per_person={max_examples_per_person}: epsilon would be for one row that was made. Let the "
-            "trainer keep one row of each, or say with max_examples_per_person how many it makes of a given row at "
-            f"most ({least} or more)."
+            f"the trainer made {made} rows of the {given} of train_dataset, but max_examples_per_person="
+            f"{max_examples_per_person}: epsilon would be for one row that was made. Let it keep one row of each, or "
+            f"set max_examples_per_person to the rows that it makes of one ({least} or more)."
         )
 
 
@@ -647,12 +648,3 @@ def _also_released(args: DPTrainingArguments, eval_dataset: Any, choices: Sequen
         yield {"what": "metrics on evaluation data, which tell of the rows of that data", "covered": False}
     for choice in choices:
         yield {"what": f"{choice}, by evaluation data", "covered": False}
-
-
-def _total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all gradients together. Gradients with the same mesh and placements are reduced together, so
-    that ranks send few numbers."""
-    groups = defaultdict(list)
-    for grad in grads:
-        groups[(grad.device_mesh, grad.placements) if is_dtensor(grad) else None].append(grad)
-    return torch.stack(full_tensors(torch.nn.utils.get_total_norm(group) for group in groups.values())).norm()

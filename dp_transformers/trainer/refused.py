@@ -23,28 +23,20 @@ _READY_MADE = ("SFTTrainer", "DPOTrainer", "RewardTrainer")  # of TRL, which thi
 
 # Arguments of Trainer's that must be false, or what _ALLOWED says, and why.
 _ARGUMENTS = {
-    "fp16": "loss scaling changes the norms that are clipped and skips steps that were accounted for; use bf16=True",
-    "dataloader_drop_last": "a private draw has no last batch to drop, and dropping examples would change the sample "
-    "rate; leave it False",
-    "train_sampling_strategy": "the draws of a step are those that epsilon is computed for; leave it at 'random' "
-    "(they are sorted by length anyway)",
-    "auto_find_batch_size": "it restarts training on weights that noisy steps have already changed; lower "
-    "per_device_train_batch_size, it has no influence on the result",
+    "fp16": "loss scaling changes the norms that are clipped; use bf16=True",
+    "dataloader_drop_last": "a private draw has no last batch to drop; leave it False",
+    "train_sampling_strategy": "the draws of a step are those that epsilon is computed for; leave it at 'random'",
+    "auto_find_batch_size": "it restarts training on changed weights; lower per_device_train_batch_size",
     "dataloader_in_order": "draws must arrive in the order in which they were made; leave it True",
-    "include_num_input_tokens_seen": "the number of tokens drawn is a function of private data and not covered by "
-    "epsilon; leave it 'no'",
-    "skip_memory_metrics": "the memory that a training takes tells how large single draws and how long their examples "
-    "were, and metrics are saved; leave it True",
+    "include_num_input_tokens_seen": "the number of tokens drawn is private and not covered by epsilon; leave it 'no'",
+    "skip_memory_metrics": "the memory that is taken tells how large single draws were; leave it True",
     "deepspeed": _ENGINE,
-    "parallelism_config": "one example's gradient would lie on several processes; leave it out, and use FSDP2 or "
-    "tensor parallelism (tp_size of DistributedConfig)",
+    "parallelism_config": "one example's gradient would lie on several processes; use FSDP2 or tensor parallelism",
     "torch_compile": f"{_COMPILED}; leave it False",
     "use_liger_kernel": "its fused loss averages over the batch, so there is no loss per example; leave it False",
     "neftune_noise_alpha": _NEFTUNE,
-    "fsdp_config": "only FSDP2 is supported, whose gradients can be told apart by parameter: fsdp=True, "
-    "fsdp_config={'version': 2}",
-    "debug": "on the first inf or nan it prints the range of all activations, which are private, and one example "
-    "could stop the training; leave it out",
+    "fsdp_config": "FSDP1 mixes the gradients of parameters; set fsdp=True, fsdp_config={'version': 2}",
+    "debug": "it prints the range of private activations, and one example could stop the training; leave it out",
     "optim": "it updates parameters during backward, before noise is added; use for example adamw_torch",
     "checkpointing": "reentrant checkpointing hides the graph that norms are taken from; use {'use_reentrant': False}",
 }
@@ -100,17 +92,14 @@ def refuse_other_trainers(trainer: Any) -> None:
 _SETTINGS = {
     "mixed precision fp16": "loss scaling changes the norms that are clipped; use bf16",
     "gradient accumulation": "set gradient_accumulation_steps to 1 in all of these, and expected_batch_size in the "
-    "arguments, which is split into physical batches of per_device_train_batch_size on its own",
-    "FSDP1": "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_config={'version': 2} in the "
-    "arguments, fsdp_version: 2 in accelerate's configuration). If you did not ask for FSDP at all, something "
-    f"else in this process did: take {FSDP_FLAG} out of os.environ",
+    "arguments, which is split into physical batches on its own",
+    "FSDP1": "its flat parameters hide which gradient is whose; use FSDP2 (fsdp_config={'version': 2}, or "
+    f"fsdp_version: 2 in accelerate's configuration). If you asked for no FSDP, take {FSDP_FLAG} out of os.environ",
     "splitting the model while it loads (DistributedConfig)": "Trainer of transformers before 5.19 does not know of "
-    "it, and prepares the split model once more; install transformers>=5.19",
-    "context or sequence parallelism": "the positions of an example would lie on several processes; use tensor "
-    "parallelism or FSDP2",
-    "log_raw_metrics beside a tracker that records the console": "the losses without noise are shown there, and would "
-    "be saved and pushed with it; give report_to a tracker that takes metrics alone (tensorboard, trackio, mlflow), "
-    "or leave log_raw_metrics False",
+    "it; install transformers>=5.19",
+    "context or sequence parallelism": "an example would lie on several processes; use tensor parallelism or FSDP2",
+    "log_raw_metrics beside a tracker that records the console": "it would save and push the losses without noise; "
+    "give report_to tensorboard, trackio or mlflow, or leave log_raw_metrics False",
     "torch.compile (dynamo_backend)": f"{_COMPILED}; set dynamo_backend to 'no' in accelerate's configuration",
     "NEFTune (neftune_noise_alpha)": _NEFTUNE,
     "DeepSpeed": _ENGINE,
@@ -144,49 +133,40 @@ def refuse_settings(trainer: Trainer) -> None:
 
 # ---- classes ----
 
+_BY_SAMPLING = "batches are drawn by the sampling that epsilon is computed for"
 # DPTrainerMixin replaces these. A class that comes before it in the order of bases would undo that.
 _OF_MIXIN = {
-    "training_step": "it clips, adds noise and counts the step. To watch training, use a callback "
-    "(on_pre_optimizer_step sees the noised gradients)",
+    "training_step": "it clips, adds noise and counts the step. Watch training in on_pre_optimizer_step of a callback",
     "compute_loss": "it returns one loss for the whole batch and is not used in private training. Pass "
     "per_example_loss_func=f with f(outputs, labels) -> (B,), or f(model, inputs) -> (B,)",
-    "get_train_dataloader": "it draws the batches by the sampling that epsilon is computed for. Pass "
-    "train_dataset and data_collator",
-    "_get_train_sampler": "batches are drawn by the sampling that epsilon is computed for, with the same "
-    "probability for every row. Let per_example_loss_func weigh the losses",
-    "_clip_grad_norm": "the gradient that it sees has noise already, and examples are clipped before. Set "
-    "max_grad_norm",
-    "_get_num_items_in_batch": "no example's loss may be divided by what the others contain. Pass "
-    "per_example_loss_func for a loss of your own",
-    "floating_point_ops": "it would save how many examples were drawn, which is private. Use Trainer, on public data, "
-    "to count operations",
-    "_track_num_input_tokens": "it would save how many tokens were drawn, which is private. Use Trainer, on public "
-    "data, to count tokens",
+    "get_train_dataloader": f"{_BY_SAMPLING}. Pass train_dataset and data_collator",
+    "_get_train_sampler": f"{_BY_SAMPLING}. Let per_example_loss_func weigh the losses",
+    "_clip_grad_norm": "the gradient has noise already, and examples are clipped before. Set max_grad_norm",
+    "_get_num_items_in_batch": "no example's loss may be divided by what others contain. Pass per_example_loss_func",
+    "floating_point_ops": "it would save how many examples were drawn. Count operations with Trainer, on public data",
+    "_track_num_input_tokens": "it would save how many tokens were drawn. Count tokens with Trainer, on public data",
     "_save_rng_state": "a checkpoint must not hold the random numbers of dropout",
     "_load_rng_state": "random numbers must be fresh on resume",
 }
+_ONE_ROW = "a batch must keep one row for each example. Change batches in data_collator"
 # DPTrainerMixin calls these, or Trainer calls them around it. No other class may replace them, whatever the order of
 # bases.
 _OF_THE_LOOP = {
-    "train": "it opens the ledger, and goes on from everything that was spent. Give another name to a method of "
-    "your own that calls it",
+    "train": "it opens the ledger, and goes on from what was spent. Give another name to a method that calls it",
     "_inner_training_loop": "it is the loop whose every step is clipped, noised and counted. Use callbacks",
     "_prepare_for_training": "it attaches the clipper, and refuses optimizers that step without noise",
     "_run_epoch": "it runs one private step for each draw. Use callbacks",
     "get_batch_samples": "it takes draws one after the other, each as a whole",
-    "_prepare_input": "a batch must keep one row for each example. Change batches in data_collator",
-    "_get_collator_with_removed_columns": "it hands the batch to data_collator, where rows are looked at",
-    "_prepare_inputs": "a batch must keep one row for each example. Change batches in data_collator",
+    "_prepare_input": _ONE_ROW,
+    "_get_collator_with_removed_columns": _ONE_ROW,
+    "_prepare_inputs": _ONE_ROW,
 }
 _TRUSTED = ("dp_transformers.", "transformers.")
-_REWARDS = (
-    "rewards are compared within a group of sampled completions, which the trainer repeats and shuffles over batches, "
-    "so a row of a batch is no example. Make pairs of completions, and train with DPDPOTrainer"
-)
+_REWARDS = "it compares rewards within a group of sampled completions. Make pairs of them for DPDPOTrainer"
 # Trainers of TRL whose losses, or whose batches, are not made of one row each.
 _OVER_THE_BATCH = {
-    "KTOTrainer": "it measures a divergence over the whole batch, on completions under the prompts of other rows. "
-    "Train on pairs with DPDPOTrainer, or on the desired completions with DPSFTTrainer",
+    "KTOTrainer": "it measures a divergence over the whole batch. Train on pairs with DPDPOTrainer, or on the desired "
+    "completions with DPSFTTrainer",
     "GRPOTrainer": _REWARDS,
     "RLOOTrainer": _REWARDS,
 }
@@ -259,15 +239,13 @@ def refuse_unknown_loss(cls: type, mixin: type) -> None:
         if is_ready_made(owner):
             raise ValueError(
                 f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch. Use "
-                f"dp_transformers.DP{owner.__name__} with DP{owner.__name__.replace('Trainer', 'Config')}: that is "
-                f"{owner.__name__} with a loss for each example."
+                f"dp_transformers.DP{owner.__name__} with DP{owner.__name__.replace('Trainer', 'Config')}."
             )
         raise ValueError(
             f"{owner.__name__} has a compute_loss of its own, which returns one loss for the whole batch, from which "
-            "no example's gradient can be clipped. Pass per_example_loss_func=f with f(outputs, labels) -> (B,), the "
-            "same loss for each example, or f(model, inputs) -> (B,) for one without labels. If it is the loss of the "
-            "model's head, f = dp_transformers.losses.heads.find_per_example_loss(model). Evaluation goes on to use "
-            f"{owner.__name__}.compute_loss."
+            "no example's gradient can be clipped. Pass per_example_loss_func=f with f(outputs, labels) -> (B,), or "
+            "f(model, inputs) -> (B,) for one without labels. If it is the loss of the model's head, f = "
+            "dp_transformers.losses.heads.find_per_example_loss(model)."
         )
 
 
@@ -277,13 +255,8 @@ def warn_about_replaced(cls: Any, mixin: type) -> None:
         if name in cls.replaced_knowingly:
             continue
         if owner := replaced_owner(cls, mixin, name):
-            logger.warning(
-                "%s.%s is not called: %s replaces it. %s.",
-                owner.__name__,
-                name,
-                _private_class(cls).__name__,
-                _OF_MIXIN[name],
-            )
+            replaced, why = f"{owner.__name__}.{name}", _OF_MIXIN[name]
+            logger.warning("%s is not called: %s replaces it. %s.", replaced, _private_class(cls).__name__, why)
 
 
 def replaced_owner(cls: type, mixin: type, name: str) -> type | None:
