@@ -49,19 +49,6 @@ def save(
     os.replace(temporary, path)
 
 
-def load(
-    path: str | os.PathLike | IO[bytes],
-    loop: PrivateLoop,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    map_location: Any,
-) -> dict[str, Any]:
-    """Go on from a file that :func:`save` wrote, and return the rest of its content."""
-    return go_on_from(
-        torch.load(path, map_location=map_location, weights_only=True), f"'{path}'", loop, module, optimizer
-    )
-
-
 def go_on_from(
     state: Mapping[str, Any], where: str, loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Any]:
@@ -79,7 +66,8 @@ def go_on_from(
         )
     loop.restore(dict(content.pop("privacy")))
     with loop.checkpointing():
-        _load_full_states(module, content.pop("module"), optimizer, moments, is_sharded=bool(loop.clipper.shards))
+        states = content.pop("module"), moments
+        _load_full_states(module, states, optimizer, is_sharded=bool(loop.clipper.shards))
     return content
 
 
@@ -89,40 +77,32 @@ def _full_states(
     """Return the states of the model and the optimizer, unsharded."""
     if not is_sharded:
         return module.state_dict(), None if optimizer is None else optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        get_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict as sharded
 
-    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    moments = None if optimizer is None else get_optimizer_state_dict(module, optimizer, options=full)
-    return get_model_state_dict(module, options=full), moments
+    full = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    moments = None if optimizer is None else sharded.get_optimizer_state_dict(module, optimizer, options=full)
+    return sharded.get_model_state_dict(module, options=full), moments
 
 
 def _load_full_states(
     module: nn.Module,
-    weights: dict,
+    states: tuple[dict, dict | None],
     optimizer: torch.optim.Optimizer | None,
-    moments: dict | None,
     *,
     is_sharded: bool,
 ) -> None:
     """Load what :func:`_full_states` returned; shards take their parts of it."""
+    weights, moments = states
     if not is_sharded:
         module.load_state_dict(weights)
         if optimizer is not None and moments is not None:
             optimizer.load_state_dict(moments)
         return
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        set_model_state_dict,
-        set_optimizer_state_dict,
-    )
+    from torch.distributed.checkpoint import state_dict as sharded
 
-    full = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(module, weights, options=full)
+    full = sharded.StateDictOptions(full_state_dict=True)
+    sharded.set_model_state_dict(module, weights, options=full)
     if optimizer is not None and moments is not None:
         # torch asks for a tensor to see the device by, and an optimizer without moments has none
-        options = full if moments["state"] else StateDictOptions()
-        set_optimizer_state_dict(module, optimizer, moments, options=options)
+        options = full if moments["state"] else sharded.StateDictOptions()
+        sharded.set_optimizer_state_dict(module, optimizer, moments, options=options)

@@ -41,12 +41,7 @@ class PrivateCriterion:
         loss_reduction: "mean" or "sum", as the criterion's.
     """
 
-    def __init__(
-        self,
-        criterion: nn.Module,
-        step: PrivateStep,
-        loss_reduction: str,
-    ):
+    def __init__(self, criterion: nn.Module, step: PrivateStep, loss_reduction: str):
         reduction = getattr(criterion, "reduction", None)
         if reduction not in REDUCTIONS or reduction != loss_reduction:
             raise ValueError(
@@ -55,12 +50,7 @@ class PrivateCriterion:
                 "engine.backward(losses), without criterion."
             )
         step.clipper.watch("criterion", criterion)
-        vars(self).update(
-            reduction=reduction,
-            _given=criterion,
-            _step=step,
-            _clipper=step.clipper,
-        )
+        vars(self).update(reduction=reduction, _given=criterion, _step=step, _clipper=step.clipper)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_given" not in vars(self):

@@ -26,7 +26,7 @@ from ..step.checkpoint import PrivacyState
 from ..step.ledger import Ledger
 from ..step.run import PrivacySpent, PrivateRun
 from ..step.startup_message import Trained, describe, warnings
-from .checkpoints import go_on_from, load, save, state_of
+from .checkpoints import go_on_from, save, state_of
 from .criterion import check_reduction
 from .loop import PrivateLoop
 from .opacus_names import OfOpacus, refuse_unknown
@@ -297,9 +297,8 @@ class PrivacyEngine:
         self._require_unused()
         if not 0 < epochs < math.inf:
             raise ValueError(
-                f"noise cannot be calibrated for epochs={epochs}. Give the number of passes over the loader that you "
-                "will train, finite and above 0; or, if you do not know it, "
-                "make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
+                f"noise cannot be calibrated for epochs={epochs}: give the number of passes over the loader, above 0. "
+                "If you do not know it, call make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
             )
         known = tuple(LoopOptions.__annotations__)
         refuse_unknown((name for name in options if name not in known), "make_private_with_epsilon", known)
@@ -316,10 +315,7 @@ class PrivacyEngine:
 
     def _require_unused(self) -> None:
         if self._loop is not None:
-            raise ValueError(
-                "this engine is already used: take another PrivacyEngine for another training; what both spend adds "
-                "up."
-            )
+            raise ValueError("this engine is already used: take another PrivacyEngine; what both spend adds up.")
 
     def _start(
         self,
@@ -438,8 +434,8 @@ class PrivacyEngine:
         reduction = self._made_private().loss_reduction
         if reduction is None:
             raise ValueError(
-                "with loss_reduction='none' a loss has a value for each row, and nothing is reduced that could be "
-                "checked: each must come from its own row alone."
+                "with loss_reduction='none' nothing is reduced that could be checked: each loss must come from its "
+                "own row alone."
             )
         check_reduction(loss_function, outputs, targets, reduction)
 
@@ -476,7 +472,8 @@ class PrivacyEngine:
         Raises:
             PrivacyStateError: the file holds no privacy state, or one of another mechanism, or the ledger lacks steps.
         """
-        return load(path, self._made_private(), module, optimizer, map_location)
+        loop, content = self._made_private(), torch.load(path, map_location=map_location, weights_only=True)
+        return go_on_from(content, f"'{path}'", loop, module, optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`save_checkpoint` writes: the state of the model, of the optimizer, and what was spent.

@@ -141,9 +141,8 @@ class PrivateLoop:
         self.clipper.engine.conditions.begin()
         if unfinished:
             raise ValueError(
-                "engine.detach() was called between the loader's batch and optimizer.step(): the draw is not "
-                "finished. Its clipped sums have no noise and were dropped (p.grad is None), and epsilon counts the "
-                "draw as a step. Call detach() after optimizer.step()."
+                "engine.detach() was called between the loader's batch and optimizer.step(): the clipped sums of this "
+                "draw were dropped, and epsilon counts it as a step. Call detach() after optimizer.step()."
             )
 
     # ---- checkpoints ----
@@ -159,13 +158,8 @@ class PrivateLoop:
         """Return what a checkpoint says of the training, for :meth:`restore`."""
         run = self.run
         executed = [[[*step, count] for step, count in segment.items()] for segment in run.executed]
-        progress = {
-            "steps": run.steps,
-            "executed": executed,
-            "next_step": self.step.number + 1,
-            "saved_by": self._writer,
-        }
-        return {**run.state.to_dict(), **progress, **run.facts()}
+        progress = {"steps": run.steps, "executed": executed, "next_step": self.step.number + 1}
+        return {**run.state.to_dict(), **progress, "saved_by": self._writer, **run.facts()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Go on with the run of a checkpoint. An unfinished draw is dropped, and counted as a step.
@@ -175,16 +169,14 @@ class PrivateLoop:
         """
         if not self._handles:
             raise ValueError(
-                "the engine was taken off with detach(): load the checkpoint before that, or after make_private of a "
-                "new engine."
+                "the engine was taken off with detach(): load the checkpoint into a new engine, after make_private."
             )
         mechanism = self.run.mechanism
         if mechanism.needs_every_draw and self.step.number >= 0:
             raise ValueError(
                 f"this engine has taken draws already, and its noise {mechanism.noise.kind!r} and the turns of its "
-                f"sampling {mechanism.sampling.kind!r} would go on from them, but epsilon is that of noise and draws "
-                "of their own for what follows a checkpoint. Load the checkpoint into a new engine, right after "
-                "make_private."
+                f"sampling {mechanism.sampling.kind!r} would go on from them, which epsilon is not computed for. Load "
+                "the checkpoint into a new engine, right after make_private."
             )
         state = PrivacyState.from_dict(saved)
         state.require(self.run.state)
@@ -222,9 +214,9 @@ class PrivateLoop:
         if not self._is_checkpointing and state.get(SIGNATURE) != self._writer:
             raise ValueError(
                 "the private optimizer is loaded with the state of another training, whose steps this engine would "
-                "not count. Save with engine.save_checkpoint and go on with engine.load_checkpoint. With accelerate's "
-                "save_state and load_state, leave model and optimizer out of accelerator.prepare and call "
-                "accelerator.register_for_checkpointing(engine). A state of public data is loaded before make_private."
+                "not count. Save with engine.save_checkpoint and go on with engine.load_checkpoint; with accelerate, "
+                "leave model and optimizer out of prepare and call accelerator.register_for_checkpointing(engine). A "
+                "state of public data is loaded before make_private."
             )
 
     # ---- optimizer.step() ----
@@ -242,9 +234,9 @@ class PrivateLoop:
         for name, value in self._shown.items():
             if (found := getattr(self.optimizer, name, value)) != value:
                 raise ValueError(
-                    f"optimizer.{name} was set to {found}, but it only shows what the mechanism says, {value:g}, for "
-                    "which noise and epsilon are made. Set it back, and give make_private a mechanism with a schedule "
-                    "(ScheduledNoise, ScheduledClipping, ScheduledPoissonSampling) for a value that changes."
+                    f"optimizer.{name} was set to {found}, but it only shows what the mechanism says, {value:g}. Set "
+                    "it back, and give make_private a mechanism with a schedule (ScheduledNoise, ScheduledClipping, "
+                    "ScheduledPoissonSampling) for a value that changes."
                 )
 
     def _require_same_settings(self) -> None:
@@ -258,11 +250,10 @@ class PrivateLoop:
         if changed := [k for k, v in last_settings.items() if k not in settings or settings[k] != v]:
             self._settings = last_draw, last_settings
             raise ValueError(
-                f"'{changed[0][0]}' of the optimizer was changed between two physical batches of one draw. How many "
-                "there are is private data, and what follows their number tells it without noise. Change settings "
-                "when a draw has ended: 'if engine.has_stepped: scheduler.step()', and keep numbers for logs "
-                "elsewhere. An optimizer that counts the calls of step() needs max_physical_batch_size=None, or "
-                "DPTrainer. Set it back, or call engine.drop_draw(), which counts the draw as a step."
+                f"'{changed[0][0]}' of the optimizer was changed between two physical batches of one draw, whose "
+                "number is private. Set it back (or call engine.drop_draw()), and change settings when a draw has "
+                "ended: 'if engine.has_stepped: scheduler.step()'. An optimizer that counts the calls of step() needs "
+                "max_physical_batch_size=None, or DPTrainer."
             )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
@@ -270,8 +261,8 @@ class PrivateLoop:
             return None
         if self._is_suspended:
             raise ValueError(
-                "the private optimizer would step inside 'with engine.suspended():', where gradients are not clipped "
-                "and have no noise. Step there with the optimizer of what else is trained, and with this one outside."
+                "the private optimizer would step inside 'with engine.suspended():', where gradients have no noise. "
+                "Step there with the optimizer of what else is trained, and with this one outside."
             )
         if self._stepped is not None and self._stepped is self.step.order.in_hand:
             self.step.gradients.refuse_unreleased(optimizer, also_own=True)

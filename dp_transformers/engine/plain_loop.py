@@ -91,18 +91,12 @@ class PlainLoop:
     ) -> Mechanism:
         """Return the mechanism that clips the examples of this loop to one bound and adds independent noise, also to
         their losses where those are asked for."""
-        factor, bound = self.loss_noise_factor, self.loss_bound
-        releases = (
-            () if bound is None else (Release.within(LOSS, 0.0, bound, noise_multiplier=factor * noise_multiplier),)
-        )
-        return Mechanism(
-            sampling=self.sampling,
-            clipping=CLIPPING_FUNCTIONS[self.clipping](max_grad_norm),
-            noise=IndependentNoise(noise_multiplier),
-            steps=steps,
-            releases=releases,
-            unit=PrivacyUnit(max_examples_per_person),
-        )
+        releases: tuple[Release, ...] = ()
+        if self.loss_bound is not None:
+            sigma = self.loss_noise_factor * noise_multiplier
+            releases = (Release.within(LOSS, 0.0, self.loss_bound, noise_multiplier=sigma),)
+        clipping, noise = CLIPPING_FUNCTIONS[self.clipping](max_grad_norm), IndependentNoise(noise_multiplier)
+        return Mechanism(self.sampling, clipping, noise, steps, releases, PrivacyUnit(max_examples_per_person))
 
     def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
         """Raise ValueError for what no mechanism could train privately, or not at ``delta``, or not with ``unit``.
@@ -194,7 +188,6 @@ class PlainLoop:
         releases_loss = [release.name for release in mechanism.releases] == [LOSS]  # the step refuses others
         if releases_loss and self.criterion is None and self.loss_reduction != "none":
             raise ValueError(
-                "the loss is to be released, but loss.backward() hands over one loss for the batch, in which no "
-                "example's is bounded. Give make_private a criterion, or loss_reduction='none' and call "
-                "engine.backward(losses) with losses of shape (B,)."
+                "the loss is to be released, but loss.backward() hands over one loss for the batch. Give make_private "
+                "a criterion, or loss_reduction='none' and call engine.backward(losses) with losses of shape (B,)."
             )

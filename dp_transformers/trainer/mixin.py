@@ -235,8 +235,8 @@ class DPTrainerMixin(Base):
         # Trainer has no such attribute before transformers 5.19, where refuse_settings refuses such a model
         if resume_from_checkpoint and getattr(self, "is_distributed_loading_by_transformers", False):
             raise ValueError(
-                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed, since its "
-                "optimizer is not saved: load the saved model and start a new run. What both spend adds up."
+                "a model that transformers splits while it loads (DistributedConfig) cannot be resumed: its optimizer "
+                "is not saved. Load the saved model and start a new run; what both spend adds up."
             )
         choices, metric = self._chosen_by_evaluation, self.args.metric_for_best_model
         is_on_training_rows = _evaluates_on(self.train_dataset, self.eval_dataset, metric)
