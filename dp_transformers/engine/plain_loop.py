@@ -95,8 +95,14 @@ class PlainLoop:
         if self.loss_bound is not None:
             sigma = self.loss_noise_factor * noise_multiplier
             releases = (Release.within(LOSS, 0.0, self.loss_bound, noise_multiplier=sigma),)
-        clipping, noise = CLIPPING_FUNCTIONS[self.clipping](max_grad_norm), IndependentNoise(noise_multiplier)
-        return Mechanism(self.sampling, clipping, noise, steps, releases, PrivacyUnit(max_examples_per_person))
+        return Mechanism(
+            sampling=self.sampling,
+            clipping=CLIPPING_FUNCTIONS[self.clipping](max_grad_norm),
+            noise=IndependentNoise(noise_multiplier),
+            steps=steps,
+            releases=releases,
+            unit=PrivacyUnit(max_examples_per_person),
+        )
 
     def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
         """Raise ValueError for what no mechanism could train privately, or not at ``delta``, or not with ``unit``.
