@@ -179,8 +179,7 @@ class DPTrainingArguments(TrainingArguments):
         step, release = mechanism.at(0), loss_release(mechanism)
         if release is not None and self.log_raw_metrics:
             raise ValueError(
-                "log_raw_metrics=True is given beside a mechanism that releases the loss with noise: leave one of the "
-                "two out."
+                "log_raw_metrics=True is given beside a mechanism that releases the loss with noise: leave one out."
             )
         said = {
             "noise_multiplier": None,
@@ -195,10 +194,8 @@ class DPTrainingArguments(TrainingArguments):
         }
         for name, value in said.items():
             if getattr(self, name) not in (type(self).__dataclass_fields__[name].default, value):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is given beside a mechanism, which says what it is: leave {name} "
-                    "out, or the mechanism."
-                )
+                given = f"{name}={getattr(self, name)!r} is given beside a mechanism, which says what it is"
+                raise ValueError(f"{given}: leave {name} out, or the mechanism.")
             setattr(self, name, value)
 
     def mechanism_for(
@@ -217,10 +214,8 @@ class DPTrainingArguments(TrainingArguments):
         """
         if isinstance(self.mechanism, Mechanism):
             if self.mechanism.sampling.num_examples != num_examples:
-                raise ValueError(
-                    f"the mechanism is for num_examples={self.mechanism.sampling.num_examples}, but train_dataset has "
-                    f"{num_examples}: epsilon is computed for that number. Build it for the data set it is used on."
-                )
+                of_mechanism = f"the mechanism is for num_examples={self.mechanism.sampling.num_examples}"
+                raise ValueError(f"{of_mechanism}, but train_dataset has {num_examples}: build it for this data set.")
             return self.mechanism
         expected, sigma = self.expected_batch_size, self.noise_multiplier
         if saved is not None:
@@ -297,15 +292,13 @@ class DPTrainingArguments(TrainingArguments):
         self.accountant = check_accountant(self.accountant)
         if self.mechanism is None and self.sampling != PoissonSampling.kind:
             raise ValueError(
-                f"sampling {self.sampling!r} is not known to the arguments, which have 'poisson' alone. Leave it "
-                "at that, or give mechanism= with another sampling. In the place of batches that are shuffled in "
-                "every epoch, for which Poisson's epsilon is too small, take RandomAllocationSampling; of b-min-sep "
-                "nothing but Monte-Carlo estimates is known, which are no bound, so take CyclicPoissonSampling."
+                f"sampling {self.sampling!r} is not known to the arguments, which have 'poisson' alone: give another "
+                "one by mechanism=. In the place of batches that are shuffled in every epoch, for which Poisson's "
+                "epsilon is too small, take RandomAllocationSampling; of b-min-sep nothing but Monte-Carlo estimates "
+                "is known, which are no bound, so take CyclicPoissonSampling."
             )
         if self.secure_rng and self.dp_seed is not None:
-            raise ValueError(
-                "secure_rng=True and dp_seed contradict each other: a known seed is not secure. Drop one of them."
-            )
+            raise ValueError("secure_rng=True and dp_seed contradict each other: drop one of them.")
 
 
 @dataclass

@@ -80,24 +80,16 @@ class TrainerRun:
         self._step: PrivateStep | None = None
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
-            raise ValueError(
-                f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps} leave no step to train. Set "
-                "one of them above 0."
-            )
+            given = f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}"
+            raise ValueError(f"{given} leave no step to train. Set one of them above 0.")
         mechanism = args.mechanism_for(num_examples, steps, loss_bound=loss_bound)
         self.run = self._run_of(PrivacyState(PrivacyState.new_run_id(), mechanism, self._delta, args.target_epsilon))
 
     def _run_of(self, state: PrivacyState) -> PrivateRun:
         args = self._args
         check_noise_source(dp_seed=args.dp_seed, secure=self.secure)
-        return PrivateRun(
-            state,
-            args.accountant,
-            self._ledger,
-            dp_seed=args.dp_seed,
-            verified=self.self_check,
-            about=self._about,
-        )
+        options: dict[str, Any] = {"dp_seed": args.dp_seed, "verified": self.self_check, "about": self._about}
+        return PrivateRun(state, args.accountant, self._ledger, **options)
 
     @property
     def epsilon(self) -> float:
@@ -162,15 +154,13 @@ class TrainerRun:
         state.require(wanted)
         if os.path.abspath(os.path.dirname(os.path.normpath(checkpoint))) != os.path.abspath(self._output_dir):
             raise PrivacyStateError(
-                f"checkpoint '{checkpoint}' does not lie in output_dir '{self._output_dir}'. The ledger of executed "
-                "steps lies beside the checkpoints and must go on: set output_dir to the folder that holds the "
-                "checkpoint."
+                f"checkpoint '{checkpoint}' does not lie in output_dir '{self._output_dir}', where the ledger must go "
+                "on: set output_dir to the folder that holds the checkpoint."
             )
         if distributed.call_on_rank_zero(lambda: state) != state:
             raise PrivacyStateError(
-                f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than the folder "
-                "of that name on the machine of rank 0. Copy rank 0's folder over it, or set output_dir to a folder "
-                "that all machines share."
+                f"'{checkpoint}' on the machine of rank {distributed.rank()} belongs to another run than that of rank "
+                "0: copy rank 0's folder over it, or set output_dir to a folder that all machines share."
             )
         state = replace(state, mechanism=mechanism)  # with the steps of now
         self.run = self._run_of(state)
@@ -186,11 +176,9 @@ class TrainerRun:
         """Set how many more steps the budget allows. It is an error if it allows none, unless the run has taken all of
         its steps."""
         run, state, planned = self.run, self.run.state, self.planned_steps
-        done = (
-            0
-            if checkpoint is None
-            else TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
-        )
+        done = 0
+        if checkpoint is not None:
+            done = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).global_step
         self._has_ended = done >= planned  # Trainer would take one step more
         run.plan(planned, done)
         self._skipped = 0 if self._args.ignore_data_skip else done % self.steps_per_epoch  # as Trainer does
@@ -203,9 +191,8 @@ class TrainerRun:
             raise ValueError(
                 f"the privacy budget is spent: {run.spent_in_words()}, and one more would exceed "
                 f"target_epsilon={state.target_epsilon:g}. Nothing was trained. All {planned - done} steps that are "
-                f"planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: to go on, "
-                "load the model that was trained and start a new run in another output_dir (with a target_epsilon or "
-                "noise_multiplier of its own); what both spend adds up."
+                f"planned would make it {whole.spent().epsilon_per_person:.4g}. A run keeps its target: load the "
+                "trained model and start a new run in another output_dir; what both spend adds up."
             )
 
     def require_counted(self, steps: int) -> None:
@@ -213,8 +200,8 @@ class TrainerRun:
         if self.run.steps < steps:
             raise RuntimeError(
                 f"{steps} steps were taken, but only {self.run.steps} were clipped, noised and counted: a callback or "
-                "other code stepped the model or set state.global_step. This model has no valid epsilon: do not "
-                "release it. Remove that code and train again from the original model."
+                "other code stepped the model or set state.global_step. Do not release this model. Remove that code "
+                "and train again from the original one."
             )
 
     def _warn_about_arguments(self) -> None:
@@ -349,17 +336,15 @@ def _refuse_groups(clipper: PerExampleClipper, size: int, *, is_fsdp_enabled: bo
     parallel, shards, world = clipper.parallel, clipper.shards, distributed.world_size()
     if is_fsdp_enabled and not shards:
         raise ValueError(
-            "FSDP was asked for, but accelerate did not shard the model. Set fsdp=True and "
-            "fsdp_config={'version': 2}, and start one process per device (accelerate launch or torchrun). If you "
-            "want no FSDP, switch it off in the arguments and in accelerate's configuration."
+            "FSDP was asked for, but accelerate did not shard the model: set fsdp=True, fsdp_config={'version': 2} "
+            "and start one process per device, or switch FSDP off in the arguments and accelerate's configuration."
         )
     first = distributed.rank() // size * size
     own = list(range(first, first + size))
     if (parallel.mesh.mesh.flatten().tolist() if parallel else own[:1]) != own:
         raise ValueError(
-            f"the model says tp_size={size}, but its parameters are not split over the {size} processes {own} that "
-            "this makes one group. Load it with from_pretrained(..., "
-            "distributed_config=DistributedConfig(tp_size=...)), and do not split it by hand."
+            f"the model says tp_size={size}, but its parameters are not split over the {size} processes {own}: load "
+            "it with from_pretrained(..., distributed_config=DistributedConfig(tp_size=...))."
         )
     if (parallel or shards) and size * (shards.mesh.size() if shards else 1) != world:
         raise ValueError(
