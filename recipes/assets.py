@@ -235,7 +235,7 @@ def people_places_jobs() -> tuple[tuple[list[str], list[str]], list[str], list[s
 
 
 def _words(wheel: zipfile.ZipFile, path: str, variable: str) -> list[str]:
-    """The words that a module assigns to variables whose names begin so. The module is read, not run."""
+    """Return the words that a module assigns to variables with this prefix. The module is read, not run."""
     assigned = [
         node.value
         for node in ast.walk(ast.parse(wheel.read(path)))

@@ -94,7 +94,7 @@ class CallNote:
 
 
 def call_notes(how_many: int = 5_000, seed: int = 0, short: bool = False) -> list[CallNote]:
-    """So many notes; short ones name nobody but the caller."""
+    """Make ``how_many`` notes. Short ones name the caller alone."""
     draw = random.Random(seed)
     people, places, jobs = assets.people_places_jobs()
     notes = (_note(draw, people, places, jobs) for _ in count())

@@ -45,7 +45,7 @@ from dp_transformers.losses.heads import IGNORE_INDEX
 
 @dataclass
 class DataArguments(fine_tuning.DataArguments):
-    """What to train on, and from where to start."""
+    """The training data, and the model to start from."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -74,7 +74,7 @@ class DataArguments(fine_tuning.DataArguments):
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
-    """Which parameters to train, and what to write at the end."""
+    """The parameters that are trained, and the texts to write at the end."""
 
     lora_r: int = field(default=4, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
     lora_target_modules: str = field(
@@ -128,7 +128,7 @@ class Arguments(fine_tuning.Arguments):
 
 
 def opening_tokens(tokenizer) -> list[int]:
-    """What the tokenizer puts before every text, such as Llama's beginning of sequence."""
+    """Return the tokens that the tokenizer puts before every text, such as Llama's beginning of sequence."""
     encoded = tokenizer("x", return_special_tokens_mask=True)
     return [
         token
@@ -199,7 +199,7 @@ def summed_losses(logits_btv: torch.Tensor, labels_bt: torch.Tensor) -> torch.Te
 
 
 def perplexity(prediction) -> dict[str, float]:
-    """Of all predicted tokens together."""
+    """Return the perplexity of all predicted tokens together."""
     return {"perplexity": math.exp(prediction.predictions.sum() / (prediction.label_ids[:, 1:] != IGNORE_INDEX).sum())}
 
 

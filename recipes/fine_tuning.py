@@ -1,4 +1,4 @@
-"""What the recipes share: command-line arguments, reading examples, LoRA, and the report at the end."""
+"""The common part of the recipes: command-line arguments, reading examples, LoRA, and the report at the end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
 
 @dataclass
 class DataArguments:
-    """What to train on, and from where to start."""
+    """The training data, and the model to start from."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or folder of a model; default: a small public one, fetched with pip."}
@@ -55,7 +55,7 @@ class DataArguments:
 
 @dataclass
 class ModelArguments:
-    """Which parameters to train."""
+    """The parameters that are trained."""
 
     full: bool = field(default=False, metadata={"help": "Train all parameters instead of LoRA adapters."})
     lora_r: int = field(default=8, metadata={"help": "Rank of the LoRA adapters."})
@@ -335,8 +335,8 @@ def train(trainer: DPTrainer) -> None:
 
 
 def report(trainer: DPTrainer, outcome: Outcome, also: dict | None = None) -> dict:
-    """What was spent, the ``outcome`` and what is ``also`` known, written to privacy_report.json. The main process
-    prints what was spent and the outcome as a table."""
+    """Return the privacy spent, the ``outcome`` and the facts in ``also``. The main process writes them to
+    privacy_report.json, and prints a table."""
     args = trainer.args
     full = {**trainer.privacy_spent().to_dict(), **outcome.to_dict(), **(also or {})}
     full["lora_BA_norm"] = lora_movement(trainer.model)
@@ -364,7 +364,7 @@ def report(trainer: DPTrainer, outcome: Outcome, also: dict | None = None) -> di
 
 
 def epsilon_in_words(spent: dict) -> dict[str, str]:
-    """What is promised, rounded up: to a person first if one may have several rows, as the target is for them."""
+    """Return ε rounded up: first that of a person who may have several rows, for whom the target holds."""
     if not spent["private"]:
         return {"epsilon": "infinite: NOT PRIVATE"}
     if (rows := spent["max_examples_per_person"]) == 1:

@@ -104,8 +104,8 @@ class RecipeParser(HfArgumentParser):
         return f"there is no flag {word}{self._meant(word)}"
 
     def _meant(self, word: str) -> str:
-        """What was meant, if it can be told: a flag that ends as the word does, or one that looks like it, of those
-        that are shown or else of all."""
+        """Suggest the flag that was meant: one that ends as the word does, or looks like it. Flags that are shown come
+        before the others."""
         name = word.lstrip("-").split("=")[0].replace("-", "_")
         for flags in (self._shown, [action.option_strings[0] for action in self._actions]):
             ending = [flag for flag in flags if flag.endswith(f"_{name}")]

@@ -40,7 +40,7 @@ from dp_transformers import DPSFTConfig, DPSFTTrainer
 
 @dataclass
 class DataArguments(fine_tuning.DataArguments):
-    """What to train on, and from where to start."""
+    """The training data, and the model to start from."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -51,7 +51,7 @@ class DataArguments(fine_tuning.DataArguments):
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
-    """Which parameters to train, and what to ask at the end."""
+    """The parameters that are trained, and the prompt to answer at the end."""
 
     lora_r: int = field(default=1, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
     lora_target_modules: str = field(
@@ -101,8 +101,8 @@ def build_model(path: str, args: ModelArguments):
 
 @torch.no_grad()
 def reply(model, tokenizer, args: ModelArguments, row: dict) -> str:
-    """What the model most likely says to the prompt, which is asked as this row is written: in a chat, under its
-    system message, or not."""
+    """Return the most likely answer of the model to the prompt. It is asked in the form of this row: in a chat, under
+    its system message, or as plain text."""
     prompt, told = args.prompt, row.get("messages") or row.get("prompt")
     in_chat = isinstance(told, list)
     if in_chat:

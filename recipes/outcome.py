@@ -1,4 +1,4 @@
-"""What a recipe is judged by: its result, beside that of its twin without privacy and that of no training at all."""
+"""Compares the result of a recipe with that of its twin without privacy and that of no training at all."""
 
 from __future__ import annotations
 

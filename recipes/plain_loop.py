@@ -1,5 +1,5 @@
-"""What the recipes with a loop of their own share: flags, a held-out fifth, training, accuracy, and the report at the
-end."""
+"""The common part of the recipes with a loop of their own: flags, a held-out fifth, training, accuracy, and the report
+at the end."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def checkpoint_of(args: Arguments) -> Path:
 
 
 def epochs_done(engine: PrivacyEngine, args: Arguments, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """How many epochs an earlier start of the same command has trained; model and optimizer go on from there."""
+    """Return the number of epochs that an earlier start of the same command trained. Model and optimizer go on from
+    there."""
     if not checkpoint_of(args).is_file():
         return 0
     print(f"going on with the training in {args.output_dir}; take another --output_dir for a new one", flush=True)
@@ -103,7 +104,7 @@ def accuracy(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> fl
 
 
 def report(args: Arguments, engine: PrivacyEngine | None, model: nn.Module, test: tuple, before: float) -> dict:
-    """Print and return what was spent and what was learned, and write it to privacy_report.json, beside the
+    """Print and return the privacy spent and the accuracy, and write them to privacy_report.json in the folder of the
     certificate."""
     inputs, labels = test
     majority = float(labels.bincount().max()) / len(labels)

@@ -41,7 +41,7 @@ from dp_transformers import DPDPOConfig, DPDPOTrainer
 
 @dataclass
 class DataArguments(fine_tuning.DataArguments):
-    """What to train on, and from where to start."""
+    """The training data, and the model to start from."""
 
     model_name_or_path: str | None = field(
         default=None,
@@ -52,7 +52,7 @@ class DataArguments(fine_tuning.DataArguments):
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
-    """Which parameters to train."""
+    """The parameters that are trained."""
 
     lora_r: int = field(default=1, metadata={"help": "Rank of the LoRA adapters; small ones take less noise."})
     lora_target_modules: str = field(

@@ -49,7 +49,7 @@ from dp_transformers.losses.heads import IGNORE_INDEX
 
 @dataclass
 class DataArguments(fine_tuning.DataArguments):
-    """What to train on, and from where to start."""
+    """The training data, and the model to start from."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or folder of a model; default: a small T5 with random weights."}
@@ -63,7 +63,7 @@ class DataArguments(fine_tuning.DataArguments):
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
-    """Which parameters to train; the small T5 is always trained whole."""
+    """The parameters that are trained; the small T5 is always trained whole."""
 
 
 @dataclass

