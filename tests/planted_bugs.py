@@ -80,7 +80,7 @@ BUGS = {
         "clipping/rules/test_attention.py",
     ),
     "a second step of one backward": bug(
-        "given.stage is not _Stage.SUMMED",
+        "given.stage is not Stage.SUMMED",
         "given.stage is None",
         "test_violations.py::test_what_scripts_do_is_bounded_or_refused[calls: step twice-engine]",
     ),

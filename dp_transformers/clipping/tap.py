@@ -70,7 +70,11 @@ class Tap(torch.autograd.Function):
 
 def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
     """Return the pass that needs the terms of the call whose tap was reached (None if none does), and the tensors that
-    the tap saved."""
+    the tap saved.
+
+    Raises:
+        UnsupportedModuleError: one of these was modified since.
+    """
     if torch.is_grad_enabled():
         raise ValueError(
             "backward with create_graph=True (a gradient penalty, second derivatives) uses weights outside of all "
@@ -78,7 +82,16 @@ def _reached(ctx: Any) -> tuple[BackwardPass | None, list[torch.Tensor]]:
         )
     call, forward = ctx.call, ctx.call.forward
     forward.require_clipper()  # before activation checkpointing recomputes the saved tensors
-    saved = [x.detach() if x.requires_grad else x for x in _recorded(ctx)]
+    try:
+        saved = [x.detach() if x.requires_grad else x for x in ctx.saved_tensors]
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise UnsupportedModuleError(  # the self-check then makes a parent own the parameters
+            f"the model writes in place to an input or output of {call.owner} after it ran, so its per-example "
+            "gradients cannot be computed. Make a copy there (x = x + y instead of x += y). " + HOW_TO_DO_WITHOUT,
+            call.owner.module,
+        ) from error
     if not forward.is_current:
         raise ValueError(
             f"the losses also depend on an earlier forward pass (of {forward.batch_size} examples), or backward "
@@ -164,21 +177,6 @@ def _ends_in_arithmetic(call: RecordedCall) -> bool:
 
 
 TAPS = (Tap._backward_cls, ParameterTap._backward_cls)  # types of their graph nodes
-
-
-def _recorded(ctx: Any) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that the tap saved. Raise UnsupportedModuleError if one was modified since."""
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        owner = ctx.call.owner
-        raise UnsupportedModuleError(  # the self-check then makes a parent own the parameters
-            f"the model writes in place to an input or output of {owner} after it ran, so its per-example gradients "
-            "cannot be computed. Make a copy there (x = x + y instead of x += y). " + HOW_TO_DO_WITHOUT,
-            owner.module,
-        ) from error
 
 
 def _terms(call: RecordedCall, backward: BackwardPass) -> dict[nn.Parameter, Term]:

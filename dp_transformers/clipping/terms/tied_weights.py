@@ -57,7 +57,7 @@ def norm_of_sum(terms: Sequence[Term], *, instantiate: bool = False, cache: Last
     An embedding tied to the head that reads it out is E + H with ‖E+H‖² = ‖E‖² + ‖H‖² + 2⟨E, H⟩, and
     ⟨E, H⟩ = sum_{t,s} left_H[t, id_s]·⟨right_H[t], grad_E[s]⟩ needs no (V, d) tensor. Other mixtures are instantiated.
     """
-    terms = merge(terms)
+    terms = terms if len(terms) == 1 else merge(terms)
     if len(terms) == 1:
         return terms[0].norm(instantiate=instantiate, cache=cache)
     outer, rows, *others = terms
