@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers as hf
 from datasets import Dataset
 from models import VOCABULARY
 from oracle import clipped_sum, distance, length, trainable
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
 
 from dp_transformers import DPTrainingArguments
 from dp_transformers.mechanism.sampling import DrawSampler
@@ -29,19 +23,21 @@ TEMPLATE = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> hf.PreTrainedTokenizerFast:
     core = Tokenizer(WordLevel({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="<unknown>"))
     core.pre_tokenizer = WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>")
+    made = hf.PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<end>", unk_token="<unknown>"
+    )
     made.chat_template = TEMPLATE
     return made
 
 
-def model(kind: type = LlamaForCausalLM, seed: int = 0, **changes):
+def model(kind: type = hf.LlamaForCausalLM, seed: int = 0, **changes):
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}  # fmt: skip
-    extra = {"num_labels": 1} if kind is LlamaForSequenceClassification else {}
-    return kind(LlamaConfig(**{**sizes, "pad_token_id": 0, "eos_token_id": 1, **extra, **changes}))
+    extra = {"num_labels": 1} if kind is hf.LlamaForSequenceClassification else {}
+    return kind(hf.LlamaConfig(**{**sizes, "pad_token_id": 0, "eos_token_id": 1, **extra, **changes}))
 
 
 def words(length: int, start: int) -> str:
@@ -74,8 +70,6 @@ def rows(kind: str, lengths=LENGTHS) -> Dataset:
     return Dataset.from_list(made)
 
 
-# ---- private trainers beside those of TRL ----
-
 COMMON = {"max_steps": 1, "learning_rate": 0.0, "use_cpu": True, "bf16": False, "disable_tqdm": True, "report_to": "none",
           "save_strategy": "no", "activation_checkpointing": False, "optim": "sgd", "lr_scheduler_type": "constant"}  # fmt: skip
 
@@ -87,7 +81,7 @@ def arguments_of(cls, folder, **changes):
     return cls(str(folder), **{**COMMON, **(private if issubclass(cls, DPTrainingArguments) else {}), **changes})
 
 
-class Sums(TrainerCallback):
+class Sums(hf.TrainerCallback):
     """What the optimizer is given in each step."""
 
     def __init__(self):
@@ -97,7 +91,7 @@ class Sums(TrainerCallback):
         self.steps.append([p.grad.clone() for p in trainable(model)])
 
 
-class StopAt(TrainerCallback):
+class StopAt(hf.TrainerCallback):
     def __init__(self, step):
         self.step = step
 

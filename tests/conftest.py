@@ -22,6 +22,7 @@ from model_table import ModelTable
 
 from dp_transformers.clipping import precision
 from dp_transformers.mechanism.accounting import accountants
+from dp_transformers.mechanism.sampling import DrawSampler
 
 torch.set_num_threads(1)
 
@@ -64,6 +65,19 @@ def bf16_products(request, monkeypatch):
     two products."""
     monkeypatch.setattr(precision, "_cpu_multiplies_bf16", lambda: request.param)
     return request.param
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The draws of the trainings in a test, as they come."""
+    draws, draw = [], DrawSampler.draw
+
+    def noted(sampler):
+        draws.append(draw(sampler))
+        return draws[-1]
+
+    monkeypatch.setattr(DrawSampler, "draw", noted)
+    return draws
 
 
 ROOT, DURATIONS = Path(__file__).parent.parent, Path(__file__).with_name("durations.json")

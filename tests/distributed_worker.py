@@ -178,25 +178,13 @@ def of_trl(folder, kind="sft", lora=False, sharded=False, mode="book_keeping"):
     }[kind]
     gradients = Gradients()
     more = {"precompute_ref_log_probs": True} if kind == "dpo" and not lora else {}
+    more |= fsdp() if sharded else {}
+    args = chats.arguments_of(config, folder, max_steps=3, learning_rate=0.01, optim="adamw_torch", max_grad_norm=0.2, clipping_mode=mode,
+                              per_device_train_batch_size=2, **more)  # fmt: skip
     made = trainer(
-        chats.model(LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM),
-        args=chats.arguments_of(
-            config,
-            folder,
-            max_steps=3,
-            learning_rate=0.01,
-            optim="adamw_torch",
-            max_grad_norm=0.2,
-            clipping_mode=mode,
-            per_device_train_batch_size=2,
-            **more,
-            **(fsdp() if sharded else {}),
-        ),
-        train_dataset=chats.rows(data),
-        processing_class=chats.tokenizer(),
-        peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None,
-        callbacks=[gradients],
-    )
+        chats.model(LlamaForSequenceClassification if kind == "reward" else LlamaForCausalLM), args=args, train_dataset=chats.rows(data),
+        processing_class=chats.tokenizer(), peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if lora else None, callbacks=[gradients],
+    )  # fmt: skip
     torch.manual_seed(4)
     with torch.no_grad():
         for p in trainable(made.model):  # adapters begin at zero, and without a gradient
@@ -276,7 +264,7 @@ class StepTraffic(TrainerCallback):
         return {kind: after - self.seen[-2][kind] for kind, after in self.seen[-1].items()}
 
 
-def traffic(folder, model="llama", lora=False, sharded=False, late=False):
+def traffic(folder, model="llama", sharded=False, late=False):
     """Bytes of one step of two physical batches on each rank, private in both ways and not private, in the same
     layout."""
     rows = 4 * dist.get_world_size()
@@ -290,16 +278,16 @@ def traffic(folder, model="llama", lora=False, sharded=False, late=False):
         counter = StepTraffic()
         options = {"expected_batch_size": rows, "per_device_train_batch_size": 2, "noise_multiplier": 1.0, "self_check": False}  # fmt: skip
         args = arguments(folder, clipping_mode=mode, **options, **layout())
-        DPTrainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter]).train()
+        DPTrainer(build(model), args, collate, dataset(rows, kind="lm"), callbacks=[counter]).train()
         found[mode] = counter.last_step()
     counter = StepTraffic()
     args = TrainingArguments(str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True, disable_tqdm=True,
                              save_strategy="no", optim="sgd", **layout())  # fmt: skip
     allow_meshes_on_cpu(args)
-    trainer = Trainer(build(model, lora=lora), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
+    trainer = Trainer(build(model), args, collate, dataset(rows, kind="lm"), callbacks=[counter])
     trainer.train()
     assert trainer.is_fsdp_enabled == sharded == isinstance(trainer.model, FSDPModule)
-    fresh = build(model, lora=lora)
+    fresh = build(model)
     sizes = {
         name: 4 * sum(p.numel() for p in ps)
         for name, ps in (("parameters", fresh.parameters()), ("gradient", trainable(fresh)))
@@ -1103,20 +1091,8 @@ def refusals(folder):
                 for p in net.parameters():
                     p.mul_(0.9)
 
-    return {
-        f.__name__: message(f)
-        for f in (
-            by_hand,
-            in_a_loop,
-            layerdrop,
-            written_in_a_draw,
-            low_precision_sums,
-            low_precision_sums_of_full_precision,
-            ignored,
-            old_fsdp,
-            left_in_the_environment,
-        )
-    }
+    modules = (by_hand, in_a_loop, layerdrop, low_precision_sums, low_precision_sums_of_full_precision, ignored)
+    return {f.__name__: message(f) for f in (*modules, written_in_a_draw, old_fsdp, left_in_the_environment)}
 
 
 WORLD = int(os.environ.get("PROCESSES", 2))
@@ -1133,59 +1109,25 @@ CASES = {
         train,
         {"lora": lora, "clipping_mode": mode, "self_check": lora, **SILENT},
     )
-    for lora in (False, True)
-    for mode in ("book_keeping", "ghost")
+    for lora, mode in ((False, "book_keeping"), (False, "ghost"), (True, "book_keeping"))
 }
 CASES |= {
     "ddp-noise": (train, NOISY),
     "ddp-filled": (train, {"fill_physical_batches": True, **SILENT}),
     "ddp-bytes": (traffic, {"late": True}),
     "ddp-leftovers": (leftovers, {}),
-    **{
-        f"by-ranks-{loop}-{name}": (by_ranks, {"loop": loop, **options})
-        for loop in ("trainer", "engine")
-        for name, options in BY_RANKS.items()
-        if (loop, name) != ("trainer", "invalid")  # the arguments refuse it where they are made
-    },
+    **{f"by-ranks-{loop}-{name}": (by_ranks, {"loop": loop, **options})
+       for loop in ("trainer", "engine") for name, options in BY_RANKS.items()
+       if (loop, name) != ("trainer", "invalid")},  # the arguments refuse it where they are made
     "tp-train-book_keeping": (train, {"model": "qwen3", "tp": 2, "clipping_mode": "book_keeping", **SILENT}),
-    "tp-train-ghost": (train, {"model": "qwen3", "tp": 2, "self_check": True, "clipping_mode": "ghost", **SILENT}),
     "tp-saved": (saved, {}),
     "tp-refusals": (parts_refusals, {}),
     "tp-train-fsdp": (train, {"model": "llama-tied", "tp": 1, "clipping_mode": "ghost", **SILENT}),
     "tp-train-noise": (train, {"model": "qwen3", "tp": 2, **NOISY}),
-    # FSDP2 shards the rest, where there is more, and does not shard adapters that come after it
-    **(
-        {
-            "tp-train-lora": (
-                train,
-                {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT},
-            )
-        }
-        if WORLD == 2
-        else {}
-    ),
-    "fsdp-full-book_keeping": (
-        train,
-        {"model": "llama", "self_check": True, "clipping_mode": "book_keeping", **SILENT, **fsdp()},
-    ),
-    "fsdp-full-ghost": (
-        train,
-        {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)},
-    ),
-    "fsdp-lora-book_keeping": (
-        train,
-        {
-            "model": "llama",
-            "lora": True,
-            "clipping_mode": "book_keeping",
-            **SILENT,
-            **fsdp(reshard_after_forward=False),
-        },
-    ),
-    "fsdp-lora-ghost": (
-        train,
-        {"model": "gpt2", "lora": True, "self_check": True, "clipping_mode": "ghost", **SILENT, **fsdp()},
-    ),
+    "fsdp-full-book_keeping": (train, {"model": "llama", "self_check": True, "clipping_mode": "book_keeping", **SILENT, **fsdp()}),
+    "fsdp-full-ghost": (train, {"model": "llama", "clipping_mode": "ghost", **SILENT, **fsdp(reshard_after_forward=False)}),
+    "fsdp-lora-book_keeping": (train, {"model": "llama", "lora": True, "clipping_mode": "book_keeping", **SILENT, **fsdp(reshard_after_forward=False)}),
+    "fsdp-lora-ghost": (train, {"model": "gpt2", "lora": True, "self_check": True, "clipping_mode": "ghost", **SILENT, **fsdp()}),
     # weights tied, activations checkpointed, which makes auto mean ghost
     "fsdp-tied-checkpointed": (train, {"model": "llama-tied", **SILENT, **fsdp(activation_checkpointing=True)}),
     # whole sums kept over the physical batches of a step
@@ -1203,7 +1145,6 @@ CASES |= {
     "loop-filled": (loop, {"fill": True}),
     "loop-fsdp-keeping": (loop, {"model": "llama", "by": "losses", "sharded": True}),
     "loop-fsdp-filled": (loop, {"model": "llama", "by": "losses", "sharded": True, "fill": True}),
-    "loop-fsdp-ghost": (loop, {"model": "llama", "by": "losses", "sharded": True, "mode": "ghost"}),
     "loop-fsdp-loss": (loop, {"sharded": True}),
     "loop-fsdp-loss-ghost": (loop, {"sharded": True, "mode": "ghost"}),
     "loop-fsdp-criterion": (loop, {"by": "criterion", "sharded": True, "mode": "ghost"}),
@@ -1219,23 +1160,16 @@ CASES |= {
     "hand-full-book_keeping": (clip, {"mode": "book_keeping", "reshard_after_forward": False}),
     "hand-lora-ghost": (clip, {"lora": True, "mode": "ghost"}),
     "hand-bad-book_keeping": (clip, {"model": "bert", "mode": "book_keeping", "bad": 1}),
-    "hand-bad-ghost": (clip, {"model": "bert", "mode": "ghost", "bad": 1}),
     "hand-budget-book_keeping": (clip, {"mode": "book_keeping", "budget": 1e5}),
     "hand-budget-ghost": (clip, {"mode": "ghost", "budget": 1e5}),
     "hand-large-budget-ghost": (clip, {"lora": True, "mode": "ghost", "budget": 1e9}),
     "hand-hsdp-book_keeping": (clip, {"mode": "book_keeping", "hsdp": True}),
     "hand-hsdp-ghost": (clip, {"mode": "ghost", "hsdp": True}),
-    "hand-offload-book_keeping": (
-        clip,
-        {"mode": "book_keeping", "offload_policy": CPUOffloadPolicy(pin_memory=False)},
-    ),
-    "hand-offload-ghost": (clip, {"mode": "ghost", "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "hand-offload-book_keeping": (clip, {"mode": "book_keeping", "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "hand-bf16-book_keeping": (clip, {"mode": "book_keeping", **BF16}),
-    "hand-bf16-ghost": (clip, {"mode": "ghost", **BF16}),
     "hand-bf16-sensitivity-book_keeping": (sensitivity, {"mode": "book_keeping"}),
     "hand-bf16-sensitivity-ghost": (sensitivity, {"mode": "ghost"}),
     "hand-bf16-crowded-ghost": (crowded, {"mode": "ghost"}),
-    "hand-bf16-crowded-fast_gradient": (crowded, {"mode": "fast_gradient"}),
     "hand-refusals": (refusals, {}),
     "following-ddp": (following, {}),
     "following-fsdp": (following, {"sharded": True}),
@@ -1244,58 +1178,35 @@ CASES |= {
     **{f"correlated-fsdp-{kind}": (correlated, {"kind": kind}) for kind in CORRELATED},
     **{f"correlated-hsdp-{kind}": (correlated, {"kind": kind, "hsdp": True}) for kind in CORRELATED},
     # tensor parallelism: two processes to a group
-    **{f"tp-full-{mode}": (parts, {"mode": mode}) for mode in ("book_keeping", "ghost", "fast_gradient")},
+    **{f"tp-full-{mode}": (parts, {"mode": mode}) for mode in ("book_keeping", "ghost")},
     "tp-odd-book_keeping": (parts, {"model": "llama-odd"}),
     "tp-tied-book_keeping": (parts, {"model": "llama-tied"}),
-    "tp-tied-ghost": (parts, {"model": "llama-tied", "mode": "ghost"}),
     "tp-qwen3-book_keeping": (parts, {"model": "qwen3"}),
-    "tp-qwen3-ghost": (parts, {"model": "qwen3", "mode": "ghost"}),
     "tp-norms-book_keeping": (parts, {"model": "qwen3-norms"}),
-    "tp-norms-ghost": (parts, {"model": "qwen3-norms", "mode": "ghost"}),
     "tp-bert-book_keeping": (parts, {"model": "bert"}),  # biases of both kinds
-    "tp-bert-ghost": (parts, {"model": "bert", "mode": "ghost"}),
     "tp-sequence-book_keeping": (parts, {"model": "block"}),
     "tp-sequence-ghost": (parts, {"model": "block", "mode": "ghost"}),
     "tp-lora-book_keeping": (parts, {"lora": True}),
-    "tp-lora-ghost": (parts, {"lora": True, "mode": "ghost"}),
     "tp-bad-book_keeping": (parts, {"bad": 1}),
-    "tp-bad-ghost": (parts, {"bad": 1, "mode": "ghost"}),
     "tp-loaded-book_keeping": (parts, {"model": "qwen3", "load": True}),
     "tp-loaded-tied-ghost": (parts, {"model": "llama-tied", "load": True, "mode": "ghost"}),
-    "tp-one-loaded-ghost": (
-        parts,
-        {"model": "llama-tied", "load": True, "shape": (WORLD, 1), "mode": "ghost"},
-    ),  # FSDP2, two units
+    "tp-one-loaded-ghost": (parts, {"model": "llama-tied", "load": True, "shape": (WORLD, 1), "mode": "ghost"}),  # FSDP2, two units
     "tp-checkpointed": (parts, {"checkpointed": True}),
     "tp-fsdp-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}}),
     "tp-fsdp-ghost": (parts, {"model": "qwen3", "fsdp": {}, "mode": "ghost"}),
     "tp-fsdp-lora-book_keeping": (parts, {"lora": True, "fsdp": {}}),
     "tp-fsdp-bf16-book_keeping": (parts, {"fsdp": BF16}),
-    "tp-fsdp-bf16-ghost": (parts, {"fsdp": BF16, "mode": "ghost"}),
     "tp-one-book_keeping": (parts, {"model": "llama-tied", "fsdp": {}, "shape": (WORLD, 1)}),
     "tp-bytes": (parts_traffic, {}),
-}
-MORE = {  # by hand
-    "fsdp-bytes-late": (traffic, {"sharded": True, "late": True}),
-    "fsdp-bytes-lora": (traffic, {"sharded": True, "lora": True}),
-}
-for kind, lora in (
-    ("FULL_STATE_DICT", False),
-    ("SHARDED_STATE_DICT", True),
-    ("FULL_STATE_DICT", True),
-    ("SHARDED_STATE_DICT", False),
-):
+}  # fmt: skip
+for kind, lora in (("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", True)):
     name, options = f"{kind}-{'lora' if lora else 'full'}", {"kind": kind, "lora": lora}
-    cases = CASES if lora == (kind == "SHARDED_STATE_DICT") else MORE
-    cases |= {f"save-{name}": (checkpoint, options), f"load-{name}": (checkpoint, {**options, "resume": True})}
-IN_A_SECOND_MODE = (  # what another case shows in one mode already
-    "ddp-lora-ghost", "hand-bad-ghost", "hand-bf16-crowded-fast_gradient", "hand-bf16-ghost", "hand-offload-ghost", "loop-fsdp-ghost", "tp-bad-ghost",
-    "tp-bert-ghost", "tp-fsdp-bf16-ghost", "tp-full-fast_gradient", "tp-lora-ghost", "tp-norms-ghost", "tp-qwen3-ghost", "tp-tied-ghost",
-    "tp-train-ghost",
-)  # fmt: skip
-MORE |= {name: CASES.pop(name) for name in IN_A_SECOND_MODE}
-if "MORE_CASES" in os.environ:
-    CASES |= MORE
+    CASES |= {f"save-{name}": (checkpoint, options), f"load-{name}": (checkpoint, {**options, "resume": True})}
+if WORLD == 2:  # FSDP2 shards the rest, where there is more, and does not shard adapters that come after it
+    CASES["tp-train-lora"] = (
+        train,
+        {"model": "llama", "tp": 2, "lora": True, "clipping_mode": "book_keeping", **SILENT},
+    )
 if WORLD == 4:
     CASES |= {"fsdp-hsdp": (train, {"model": "llama", "replicas": 2, **SILENT, **fsdp()})}
 

@@ -11,7 +11,7 @@ from dp_transformers.clipping.layer_rule import LayerRule, rule_for
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.terms import Outer
 
-ALL_MODES = sorted(MODES)
+ALL_MODES, D = sorted(MODES), 6
 drawn = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
@@ -68,6 +68,17 @@ def scale_linear_rule(monkeypatch, factor):
         }
 
     monkeypatch.setitem(layer_rule._RULES, nn.Linear.forward, LayerRule(wrong))
+
+
+class Norm(nn.Module):
+    """The norm layer of somebody, without a rule: a raw parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D))
+
+    def forward(self, x):
+        return (1 + self.weight) * x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
 
 
 class Attends(nn.Module):

@@ -9,41 +9,29 @@ import random
 from pathlib import Path
 
 import torch
+import transformers as hf
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 WORDS = [f"w{i}" for i in range(60)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 _SIZE = len(WORDS) + len(SPECIAL)
 TASKS = {
-    "classification": lambda: BertForSequenceClassification(BertConfig(vocab_size=_SIZE, **_BERT)),
-    "tagging": lambda: BertForTokenClassification(BertConfig(vocab_size=_SIZE, **_BERT)),
-    "masked": lambda: BertForMaskedLM(BertConfig(vocab_size=_SIZE, **_BERT)),
-    "questions": lambda: BertForQuestionAnswering(BertConfig(vocab_size=_SIZE, **_BERT)),
-    "causal": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=_SIZE, n_embd=8, n_layer=1, n_head=2, n_positions=64, bos_token_id=2, eos_token_id=3)
+    "classification": lambda: hf.BertForSequenceClassification(hf.BertConfig(vocab_size=_SIZE, **_BERT)),
+    "tagging": lambda: hf.BertForTokenClassification(hf.BertConfig(vocab_size=_SIZE, **_BERT)),
+    "masked": lambda: hf.BertForMaskedLM(hf.BertConfig(vocab_size=_SIZE, **_BERT)),
+    "questions": lambda: hf.BertForQuestionAnswering(hf.BertConfig(vocab_size=_SIZE, **_BERT)),
+    "causal": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=_SIZE, n_embd=8, n_layer=1, n_head=2, n_positions=64, bos_token_id=2, eos_token_id=3)
     ),
-    "summaries": lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0,
+    "summaries": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(vocab_size=_SIZE, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0,
                  pad_token_id=0, eos_token_id=3)
     ),
 }  # fmt: skip
 
 
-def tokenizer(task: str) -> PreTrainedTokenizerFast:
+def tokenizer(task: str) -> hf.PreTrainedTokenizerFast:
     """A tokenizer of whole words, which puts what a model of the task expects around a text."""
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -54,13 +42,13 @@ def tokenizer(task: str) -> PreTrainedTokenizerFast:
             ("$A [SEP]", "$A $B [SEP]") if task == "summaries" else ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1")
         )
         words.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ends)
-    return PreTrainedTokenizerFast(
+    return hf.PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]",
         mask_token="[MASK]", eos_token="[SEP]", model_max_length=64,
     )  # fmt: skip
 
 
-def model(task: str) -> PreTrainedModel:
+def model(task: str) -> hf.PreTrainedModel:
     torch.manual_seed(0)
     return TASKS[task]()
 

@@ -6,10 +6,29 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import dp_accounting as dp
+import numpy as np
 
-from dp_transformers.mechanism.clipping_functions import ClippingFunction
+from dp_transformers.mechanism.clipping_functions import ClippingFunction, FlatClipping
+from dp_transformers.mechanism.mechanism import Mechanism
 from dp_transformers.mechanism.noise import IndependentNoise, Noise
 from dp_transformers.mechanism.sampling import PoissonSampling, Sampling
+
+
+def flat_mechanism(sampling, sigma, steps, **changes):
+    """Flat clipping and independent noise."""
+    return Mechanism(
+        sampling=sampling, clipping=FlatClipping(1.0), noise=IndependentNoise(sigma), steps=steps, **changes
+    )
+
+
+def taken(sampling, steps, seed=0, first_step=0):
+    """(steps, N): who takes part."""
+    draws = itertools.islice(sampling.draws(np.random.default_rng(seed), first_step), steps)
+    rows = np.zeros((steps, sampling.num_examples), bool)
+    for row, indices in zip(rows, draws, strict=True):
+        assert len(set(indices.tolist())) == len(indices)
+        row[indices] = True
+    return rows
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import transformers as hf
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    TrainingArguments,
-)
 
 from dp_transformers.losses.heads import find_per_example_loss
 
 VOCABULARY = 1000
 # how options and methods of checkpointing begin, before transformers 5.23 with the other name
 CHECKPOINTING = (
-    "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
+    "activation_checkpointing"
+    if hasattr(hf.TrainingArguments, "activation_checkpointing")
+    else "gradient_checkpointing"
 )
 SHORT, LONG = 8, 48  # on either side of the ghost crossover of a 32 x 64 layer, dp/(d+p) = 21
 
@@ -32,21 +24,23 @@ def build(name: str, *, lora: bool = False, dropout: float = 0.0, seed: int = 0)
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}  # fmt: skip
     if name == "bert":
-        config = BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3)
-        model = BertForSequenceClassification(config)
+        config = hf.BertConfig(
+            **sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, num_labels=3
+        )
+        model = hf.BertForSequenceClassification(config)
     elif name == "gpt2":
-        model = GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0,
+        model = hf.GPT2LMHeadModel(
+            hf.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0,
                        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
         )  # fmt: skip
     elif name in ("llama", "llama-tied"):
-        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=name == "llama-tied"))
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, tie_word_embeddings=name == "llama-tied"))
     elif name == "qwen3":  # queries and keys are normalised by head
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16))
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16))
         for norm in (m for m in model.modules() if type(m).__name__ == "Qwen3RMSNorm"):
             nn.init.normal_(norm.weight, mean=1.0, std=0.2)
     elif name == "llama-odd":  # nothing divides by two but the heads
-        model = LlamaForCausalLM(LlamaConfig(**{**sizes, "vocab_size": VOCABULARY + 1, "intermediate_size": 61}))
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**sizes, "vocab_size": VOCABULARY + 1, "intermediate_size": 61}))
     else:
         raise ValueError(name)
     return (adapted(model, name) if lora else model).train()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from oracle import trainable
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from transformers import TrainerCallback
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine
@@ -115,6 +115,19 @@ def points(size: int, width: int = 6, classes: int = 3) -> list[dict]:
     """Vectors with a class each."""
     generator = torch.Generator().manual_seed(0)
     return [{"x": torch.randn(width, generator=generator), "labels": torch.tensor(i % classes)} for i in range(size)]
+
+
+class At(Dataset):
+    """Rows that ``read(i)`` gives for each of these numbers."""
+
+    def __init__(self, read: Callable[[int], Any], numbers: Sequence[int]):
+        self.read, self.numbers = read, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.read(self.numbers[i])
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:

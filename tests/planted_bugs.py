@@ -58,9 +58,7 @@ BUGS = {
         "checked_clipping(groups[0].clipping), group.noise_scale",
         "clipping/test_groups.py",
     ),
-    "inner products above the diagonal once": bug(
-        "on_diagonal + 2 * column", "on_diagonal + column", "clipping/terms/test_terms.py"
-    ),
+    "inner products above the diagonal once": bug("on_diagonal + 2 * column", "on_diagonal + column", "clipping/terms/test_terms.py"),
     "an id that repeats, not added up": bug(
         "is_repeated = sorted_ids[:, 1:] == sorted_ids[:, :-1]",
         "is_repeated = torch.zeros_like(sorted_ids[:, 1:], dtype=torch.bool)",
@@ -71,9 +69,7 @@ BUGS = {
         "term = term",
         "clipping/test_modes.py",
     ),
-    "the forget gate twice": bug(
-        "dc_bh.mul_(self._f_t[t])", "dc_bh.mul_(self._f_t[t].square())", "clipping/rules/test_recurrent.py"
-    ),
+    "the forget gate twice": bug("dc_bh.mul_(self._f_t[t])", "dc_bh.mul_(self._f_t[t].square())", "clipping/rules/test_recurrent.py"),
     "a bias of keys for one of values": bug(
         "zip((module.bias_k, module.bias_v), added",
         "zip((module.bias_v, module.bias_k), added",
@@ -94,12 +90,24 @@ BUGS = {
         "for p, _ in grads:\n                    p.grad = None",
         "test_suspended.py",
     ),
-    "the division forgotten": bug(
-        "    torch._foreach_div_(grads, divisor)\n", "", "test_noise.py", "test_trajectories.py"
+    "the division forgotten": bug("    torch._foreach_div_(grads, divisor)\n", "", "test_noise.py", "test_trajectories.py"),
+    "the division by the rows of a physical batch": bug(
+        "            divisor=used.expected_batch_size,",
+        "            divisor=max(1, len(clipper.norms)),",
+        "test_trajectories.py",
     ),
-    "one parameter without noise": bug(
-        "noise.add_(grads, std=std)", "noise.add_(grads[:-1], std=std)", "test_noise.py", "test_trainer.py"
+    "rows that fill a batch, counted": bug(
+        "own_b = (torch.arange(batch_size) < given.batch.examples).float()",
+        "own_b = torch.ones(batch_size)",
+        "test_filled_batches.py",
     ),
+    "noise of a key that is always the same": bug(
+        "[secrets.randbits(256) if dp_seed is None else dp_seed]",
+        "[7 if dp_seed is None else dp_seed]",
+        "test_noise.py",
+    ),
+    "a draw that was shown, not counted": bug("        if not self.unfinished or self.steps_left < 1:", "        if True:", "test_run.py"),
+    "one parameter without noise": bug("noise.add_(grads, std=std)", "noise.add_(grads[:-1], std=std)", "test_noise.py", "test_trainer.py"),
     "noise on each rank": bug("if sharded or distributed.rank() == 0:", "if True:", "test_distributed.py"),
     "an example that is never drawn": bug(
         "generator.binomial(sampling.num_examples, sampling.at(step)[0])), largest)\n        yield generator.choice(sampling.num_examples,",
@@ -107,9 +115,7 @@ BUGS = {
         "test_mechanism.py",
         "test_data.py",
     ),
-    "a step that is not counted": bug(
-        "segments[-1][parameters] += 1", "segments[-1][parameters] += 0", "test_run.py", "test_trainer.py"
-    ),
+    "a step that is not counted": bug("segments[-1][parameters] += 1", "segments[-1][parameters] += 0", "test_run.py", "test_trainer.py"),
     "noise before the ledger": Bug(
         (
             (
@@ -123,7 +129,7 @@ BUGS = {
         ),
         ("test_resume.py::test_a_step_that_cannot_be_recorded_is_not_taken", "test_resume.py"),
     ),
-}
+}  # fmt: skip
 
 
 def plant(root: Path, changes: tuple[tuple[str, str], ...]) -> None:

@@ -64,11 +64,6 @@ class StrangeSampling(Sampling):
         return "strange"
 
 
-@pytest.fixture(autouse=True)
-def _forget(monkeypatch):
-    monkeypatch.setattr(accountants, "_KNOWN", dict(accountants._KNOWN))
-
-
 def mechanism(**changes):
     parts = {"sampling": PoissonSampling(40, 8), "clipping": FlatClipping(1.0), "noise": IndependentNoise(1.0), "steps": 5}  # fmt: skip
     return Mechanism(**{**parts, **changes})  # fmt: skip
@@ -120,9 +115,6 @@ def test_a_name_means_one_accountant():
         compute_epsilon(1.0, 0.2, 5, 1e-3, thrice)
     with pytest.raises(ValueError, match=r"must be one of \('pld', 'rdp', 'twice'\), got 'other'"):
         compute_epsilon(1.0, 0.2, 5, 1e-3, "other")
-
-
-# ---- in the loops, and in what they leave ----
 
 
 def test_a_trainer_reports_by_it(tmp_path):

@@ -496,21 +496,17 @@ def test_steps_counted_one_by_one_are_one_entry(accountant):
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+    ("changed", "message"), [
         (dict(target_epsilon=0.0), "target_epsilon must be a finite number > 0 .*noise_multiplier=0"),
         (dict(target_epsilon=math.inf), "target_epsilon must be a finite number > 0"),
         (dict(target_delta=2.0), "target_delta must be strictly between"),
         (dict(sample_rate=2), "sample_rate must be a probability"),
         (dict(steps=1e3), "steps must be an int"),
-        (
-            dict(rows=0),
-            r"rows must be an int >= 1 \(how many rows one person may have, max_examples_per_person\); got 0",
-        ),
+        (dict(rows=0), r"rows must be an int >= 1 \(how many rows one person may have, max_examples_per_person\); got 0"),
         (dict(rows=1.5), "rows must be an int >= 1 .*; got 1.5"),
         (dict(accountant="gdp"), "accountant must be one of"),
     ],
-)
+)  # fmt: skip
 def test_bad_targets(changed, message):
     arguments = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, steps=10)
     with pytest.raises(ValueError, match=message):

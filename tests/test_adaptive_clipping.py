@@ -18,12 +18,12 @@ from test_mechanism_in_loops import (
     LOOPS,
     STEPS,
     N,
-    Stop,
     by_engine,
     by_trainer,
     mechanism,
     step_through,
     train,
+    train_and_resume,
 )
 from test_resume import rows
 from torch import nn
@@ -42,7 +42,7 @@ from dp_transformers.mechanism.noise import BandedNoise, IndependentNoise
 from dp_transformers.mechanism.sampling import CyclicPoissonSampling, DrawSampler
 from dp_transformers.mechanism.schedules import ConstantSchedule
 from dp_transformers.noise.generators import GaussianNoise
-from dp_transformers.step.ledger import LEDGER_NAME, Ledger
+from dp_transformers.step.ledger import LEDGER_NAME
 from dp_transformers.step.releases import NoisedShare
 
 pytestmark = pytest.mark.halved
@@ -50,9 +50,6 @@ pytestmark = pytest.mark.halved
 SIGMA = 1.3
 ADAPTIVE = AdaptiveClipping(0.7, count_noise=2.0, learning_rate=0.5)
 EFFECTIVE = (SIGMA**-2 + 4.0**-2) ** -0.5
-
-
-# ---- what it costs ----
 
 
 @pytest.mark.parametrize(
@@ -83,8 +80,7 @@ def test_json():
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
+    "make", [
         lambda: AdaptiveClipping(1.0, 0.0),
         lambda: AdaptiveClipping(0.0, 1.0),
         lambda: AdaptiveClipping(1.0, 1.0, quantile=1.0),
@@ -92,17 +88,12 @@ def test_json():
         lambda: PerLayerClipping(ADAPTIVE),
         lambda: PerGroupClipping((("", ADAPTIVE),)),
         lambda: ScheduledClipping(ADAPTIVE, ConstantSchedule()),
-        lambda: mechanism(
-            sampling=CyclicPoissonSampling(N, 4, 2), noise=BandedNoise(1.0, (0.8, 0.6)), clipping=ADAPTIVE
-        ),
+        lambda: mechanism(sampling=CyclicPoissonSampling(N, 4, 2), noise=BandedNoise(1.0, (0.8, 0.6)), clipping=ADAPTIVE),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_together_is_refused(make):
     with pytest.raises(ValueError, match="must be|needs one clipping bound"):
         make()
-
-
-# ---- what it moves by ----
 
 
 def test_the_bound_goes_to_the_quantile():
@@ -150,9 +141,6 @@ def test_an_example_moves_sum_and_count_by_their_bounds_while_these_move(seed):
     assert longest >= 0.99
 
 
-# ---- both loops ----
-
-
 def bounds_of(folder):
     lines = [json.loads(line) for line in (folder / LEDGER_NAME).read_text().splitlines()]
     return [line["max_grad_norm"] for line in lines if "step" in line]
@@ -196,50 +184,20 @@ def test_all_examples_of_a_draw_are_counted_once(tmp_path, loop, monkeypatch, re
         by_trainer(tmp_path, given, per_device_train_batch_size=2).train()
     else:
         engine, *made = by_engine(given, folder=tmp_path, max_physical_batch_size=4)
-        batches = itertools_of(made[2], 2 * 4)
-        for x, y in batches:
-            made[1].zero_grad()
-            nn.functional.cross_entropy(made[0](x), y).backward()
-            made[1].step()
+        step_through(*made, 2 * 4)
         engine.detach()
     assert released[0] == (3.5, 0.5 + 3.5 / EXPECTED), "none is longer than the bound"
     assert bounds_of(tmp_path)[1] == pytest.approx(1e9 * math.exp(-20 * (0.5 + 3.5 / EXPECTED - 0.01)))
     assert len(rows()) == N
 
 
-def itertools_of(loader, count):
-    found = 0
-    while True:
-        for batch in loader:
-            yield batch
-            found += 1
-            if found == count:
-                return
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_resumed_run_goes_on_with_the_bound_of_its_checkpoint(tmp_path, loop):
     given = mechanism(clipping=ADAPTIVE)
-    if loop == "trainer":
-        by_trainer(tmp_path, given, Stop(8)).train()
-        trainer = by_trainer(tmp_path, given)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-        spent, run_id = trainer.privacy_spent(), trainer._run.state.run_id
-    else:
-        engine, model, optimizer, loader = by_engine(given, folder=tmp_path)
-        step_through(model, optimizer, loader, 3)
-        engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
-        step_through(model, optimizer, loader, 5)
-        engine.detach()
-        engine, model, optimizer, loader = by_engine(given, folder=tmp_path)
-        engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
-        step_through(model, optimizer, loader, STEPS - 3)
-        engine.detach()
-        spent, run_id = engine.privacy_spent(DELTA), engine._loop.run.state.run_id
+    spent, said = train_and_resume(loop, tmp_path, given)
     bounds = bounds_of(tmp_path)
     first, second = bounds[:8], bounds[8:]
     assert len(second) == STEPS - 3 and second[0] == first[3] != first[0] and second[1] != first[4]
     assert spent.steps == 8 + STEPS - 3
     assert spent.epsilon == pytest.approx(compute_epsilon(EFFECTIVE, EXPECTED / N, spent.steps, DELTA))
-    said = Ledger(tmp_path).segments(run_id)
     assert said == [Counter(given.at(0)._replace(max_grad_norm=c) for c in part) for part in (first, second)]

@@ -1,6 +1,5 @@
 """Ledger and privacy state on disk."""
 
-import contextlib
 import errno
 import io
 import json
@@ -11,6 +10,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from recorded import writing
 
 from dp_transformers.mechanism.clipping_functions import FlatClipping
 from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
@@ -29,16 +29,6 @@ def state(run_id="a1", max_grad_norm=0.5, **changes):
         sampling=PoissonSampling(100, 10), clipping=FlatClipping(max_grad_norm), noise=IndependentNoise(1.5), steps=7
     )
     return PrivacyState(**{"run_id": run_id, "mechanism": mechanism, "delta": 1e-5, "target_epsilon": 3.0, **changes})
-
-
-@contextlib.contextmanager
-def writing(folder):
-    ledger = Ledger(folder)
-    ledger.open()
-    try:
-        yield ledger
-    finally:
-        ledger.close()
 
 
 def saved(folder, **changes):
@@ -122,10 +112,8 @@ def test_the_newest_complete_checkpoint_is_found_with_a_warning(tmp_path, caplog
     (tmp_path / "checkpoint-11" / STATE_NAME).unlink()
     (tmp_path / "checkpoint-10" / "model.bin").write_bytes(b"w")
     assert find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
-    assert (
-        "checkpoint-11/privacy_state.json' is missing" in caplog.text
-        and "checkpoint-10/model.bin' has 1 bytes" in caplog.text
-    )
+    assert "checkpoint-11/privacy_state.json' is missing" in caplog.text
+    assert "checkpoint-10/model.bin' has 1 bytes" in caplog.text
     for number in (2, 9):
         (tmp_path / f"checkpoint-{number}" / STATE_NAME).write_text("{}")
     with pytest.raises(
@@ -149,9 +137,6 @@ def test_rotation_takes_incomplete_and_old_ones_first_and_spares_what_is_kept(tm
     assert left() == ["checkpoint-2", "checkpoint-6"]
     rotate(tmp_path, 1, keep={"checkpoint-6"})
     assert left() == ["checkpoint-6"]
-
-
-# ---- the ledger ----
 
 
 def test_ledger_counts_every_line_of_its_run(tmp_path):
@@ -181,10 +166,8 @@ def test_torn_line_counts_and_stays_alone(tmp_path, torn):
         ledger.add_step("a1", 2, USED)
     assert (ledger.steps("a1"), ledger.steps("b2"), ledger.other_steps("a1")) == (3, 1, 1)
     last = json.loads(ledger.path.read_bytes().splitlines()[-1])
-    assert (
-        last == {"run": "a1", "step": 2, **USED._asdict(), "before": last["before"]}
-        and ledger.chain().broken_at is None
-    )
+    assert last == {"run": "a1", "step": 2, **USED._asdict(), "before": last["before"]}
+    assert ledger.chain().broken_at is None
 
 
 def test_a_torn_line_with_nothing_before_it_counts_for_every_run(tmp_path):

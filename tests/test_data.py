@@ -139,11 +139,7 @@ def test_padding_that_no_mask_shows_is_refused(name, shape, fixed):
 
 
 def test_examples_are_ordered_by_their_lengths_in_time():
-    batches = LogicalBatches(
-        [{"input_features": np.ones((9 - i, 2))} for i in range(9)],
-        list,
-        2,
-    )
+    batches = LogicalBatches([{"input_features": np.ones((9 - i, 2))} for i in range(9)], list, 2)
     made = batches[Draw(0, range(9))].physical_batches
     assert [[len(row["input_features"]) for row in rows] for rows in made] == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]
 

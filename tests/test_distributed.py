@@ -1,7 +1,6 @@
 """Several gloo processes give the noiseless trajectory of one, noise is added exactly once, and bytes are counted.
 
-The ranks run cases of tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four,
-MORE_CASES=1 runs more.
+The ranks run cases of tests/distributed_worker.py, in two processes; PROCESSES=4 pytest tests/test_distributed.py takes four.
 """
 
 import itertools
@@ -84,9 +83,8 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
                 layouts |= {"(Shard(dim=1),)"} if PROCESSES == 2 else {"(Shard(dim=0), Shard(dim=1))"}
             assert layouts <= rank["placements"]
         elif case.startswith("fsdp"):
-            assert rank["sharded"] and rank["placements"] == {
-                "(Replicate(), Shard(dim=0))" if "hsdp" in case else "(Shard(dim=0),)"
-            }
+            assert rank["sharded"]
+            assert rank["placements"] == {"(Replicate(), Shard(dim=0))" if "hsdp" in case else "(Shard(dim=0),)"}
         else:
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
 
@@ -302,18 +300,10 @@ def part_oracle():
 # ---- noise ----
 
 
-def test_ddp_adds_noise_once_and_shares_it(ranks):
-    """Its standard deviation is σC/B, not √2 of it."""
-    first, *others = ranks["ddp-noise"]
-    for step, noise in enumerate(first["gradients"]):
-        assert all(torch.equal(rank["gradients"][step], noise) for rank in others)
-        assert float(noise.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.01)
-    assert abs(correlation(*first["gradients"])) < 5 / len(first["gradients"][0]) ** 0.5
-
-
 @pytest.mark.table("ranks")
-@pytest.mark.parametrize("case", ["loop-noise", "loop-fsdp-noise", "loop-hsdp-noise"])
-def test_a_loop_adds_noise_once(ranks, case):
+@pytest.mark.parametrize("case", ["ddp-noise", "loop-noise", "loop-fsdp-noise", "loop-hsdp-noise"])
+def test_noise_is_added_once_and_shared(ranks, case):
+    """Its standard deviation is σC/B, not √2 of it."""
     first, *others = ranks[case]
     for step, noise in enumerate(first["gradients"]):
         assert all(torch.equal(rank["gradients"][step], noise) for rank in others)
@@ -328,13 +318,17 @@ def correlation(a, b):
     return float(torch.corrcoef(torch.stack([a[:n], b[:n]]))[0, 1])
 
 
-def test_shards_get_independent_noise(ranks):
-    """Between ranks, between steps, and over all of a parameter; no two ranks may share a stream."""
-    case = ranks["fsdp-noise"]
-    streams = [step for rank in case for step in rank["shards"]]
-    assert len(streams) == 2 * PROCESSES and sum(len(rank["shards"][0]) for rank in case) == len(
-        case[0]["gradients"][0]
-    )
+@pytest.mark.parametrize("case", ["fsdp-noise", "tp-train-noise"])
+def test_shards_get_independent_noise(ranks, case):
+    """Between ranks, between steps, and over all of a parameter; no two ranks may share a stream. What is whole is the
+    same on all."""
+    seen = ranks[case]
+    streams = [step for rank in seen for step in rank["shards"]]
+    assert len(streams) == 2 * PROCESSES
+    if case == "fsdp-noise":
+        assert sum(len(rank["shards"][0]) for rank in seen) == len(seen[0]["gradients"][0])
+    for step in range(2):
+        assert all(torch.equal(rank["gradients"][step], seen[0]["gradients"][step]) for rank in seen)
     for i, a in enumerate(streams):
         assert float(a.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.02)
         for b in streams[:i]:
@@ -362,20 +356,6 @@ def test_correlated_noise_is_as_designed_over_steps_and_shards(ranks, layout, ki
             expected = designed if i == j else np.zeros((6, 6))
             errors = np.sqrt((np.outer(variances, variances) + expected**2) / n)
             assert (np.abs(a[:, :n] @ b[:, :n].T / n - expected) / errors).max() < 5.5
-
-
-@pytest.mark.table("ranks")
-def test_tensor_parallel_training_gets_noise_once(ranks):
-    """Parts independent of each other; the whole, gathered and with what every process holds, the same on all and of
-    one size."""
-    case = ranks["tp-train-noise"]
-    streams = [step for rank in case for step in rank["shards"]]
-    for step in range(2):
-        assert all(torch.equal(rank["gradients"][step], case[0]["gradients"][step]) for rank in case)
-    for i, a in enumerate(streams):
-        assert float(a.std()) == pytest.approx(2000 * 1e-3 / 12, rel=0.02)
-        for b in streams[:i]:
-            assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
 
 
 @pytest.mark.table("ranks")
@@ -459,14 +439,9 @@ def test_fsdp_sends_what_docs_scaling_says(ranks, case):
     for rank in ranks[case]:
         keeping, ghost, plain = rank["book_keeping"], rank["ghost"], rank["not private"]
         assert total(keeping) <= total(plain) + 1 + 8 + 12
-        twice, more = 2 * (PROCESSES - 1) / PROCESSES * rank["parameters"], ghost["gather"] - plain["gather"]
-        if (
-            case == "fsdp-bytes-lora"
-        ):  # what needs no gradient and lies below all that does is not gathered for a backward pass
-            assert 0 < more < twice
-        else:
-            assert more == pytest.approx(twice, rel=0.01)
-        assert ghost["reduce"] <= (2 if case == "fsdp-bytes-late" else 1) * plain["reduce"]
+        twice = 2 * (PROCESSES - 1) / PROCESSES * rank["parameters"]
+        assert ghost["gather"] - plain["gather"] == pytest.approx(twice, rel=0.01)
+        assert ghost["reduce"] <= plain["reduce"]
 
 
 @pytest.mark.table("ranks")
@@ -518,43 +493,42 @@ def test_tensor_parallel_training_is_evaluated_and_saved_whole(ranks):
         assert rank["same"] and rank["steps"] == 2
 
 
-@pytest.mark.table("ranks")
-def test_layouts_that_are_not_exact_are_refused_by_name(ranks):
-    for rank in ranks["hand-refusals"]:
-        assert "reduce_dtype=torch.float32" in rank["low_precision_sums"]
-        assert "reduce_dtype=torch.float32" in rank["low_precision_sums_of_full_precision"]
-        assert "'model.norm.weight' is trainable and not sharded" in rank["ignored"]
-        assert "fsdp_config={'version': 2}" in rank["old_fsdp"]
-        for case in ("by_hand", "in_a_loop"):
-            assert "DistributedDataParallel" in rank[case] and "hand over the bare module" in rank[case]
-        assert "between a batch of the loader and the end of its draw" in rank["written_in_a_draw"]
-        assert (
-            "decoder_layerdrop=0.1" in rank["layerdrop"] and "model.config.decoder_layerdrop to 0" in rank["layerdrop"]
-        )
-        assert "take ACCELERATE_USE_FSDP out of os.environ" in rank["left_in_the_environment"]
+NOT_EXACT = {
+    "hand-refusals": {
+        "low_precision_sums": "reduce_dtype=torch.float32",
+        "low_precision_sums_of_full_precision": "reduce_dtype=torch.float32",
+        "ignored": "'model.norm.weight' is trainable and not sharded",
+        "old_fsdp": r"fsdp_config=\{'version': 2\}",
+        "by_hand": "DistributedDataParallel.*hand over the bare module|hand over the bare module.*DistributedDataParallel",
+        "in_a_loop": "DistributedDataParallel.*hand over the bare module|hand over the bare module.*DistributedDataParallel",
+        "written_in_a_draw": "between a batch of the loader and the end of its draw",
+        "layerdrop": "decoder_layerdrop=0.1.*model.config.decoder_layerdrop to 0",
+        "left_in_the_environment": "take ACCELERATE_USE_FSDP out of os.environ",
+    },
+    "tp-refusals": {
+        "packed": r"'model.layers.0.mlp.gate_proj' \(Linear\) runs in the parallel style PackedColwiseParallel",
+        "partial_norm": "holds parameter 'model.layers.0.self_attn.q_norm.weight', but their gradients differ",
+        "per_sample": "mode 'per_sample'",
+        "in_a_loop": "tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer",
+        "other_examples": "were given different examples",
+        "other_random_numbers": "at different random numbers",
+        "too_small": r"parameter '0.weight' \(1, 8\) leaves nothing to the last of 2 processes",
+        "resumed": "cannot be resumed: its optimizer is not saved",
+        "derived_batch_size": "set expected_batch_size",
+        "own_layer": r"'0' \(Own\) holds split parameters, and only the rules of nn.Linear",
+        "rerun": r"of '0' \(Around\) are computed.*Move its own parameters",
+        "norm_sampler": r"'0' \(Normed\) with register_norm_sampler gives norms alone",
+        "plain_parts": "no parameter says how it is split",
+        "split_sequence": r"'model.layers.0.mlp.down_proj' \(Linear\) splits its activations as",
+        "left_split": r"returns a DTensor.*output_layouts=Replicate\(\)",
+    },
+}
 
 
 @pytest.mark.table("ranks")
-def test_tensor_parallel_layouts_that_are_not_exact_are_refused_by_name(ranks):
-    for rank in ranks["tp-refusals"]:
-        assert (
-            "'model.layers.0.mlp.gate_proj' (Linear) runs in the parallel style PackedColwiseParallel"
-            in rank["packed"]
-        )
-        assert (
-            "holds parameter 'model.layers.0.self_attn.q_norm.weight', but their gradients differ"
-            in rank["partial_norm"]
-        )
-        assert "mode 'per_sample'" in rank["per_sample"]
-        assert "tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer" in rank["in_a_loop"]
-        assert "were given different examples" in rank["other_examples"]
-        assert "at different random numbers" in rank["other_random_numbers"]
-        assert "parameter '0.weight' (1, 8) leaves nothing to the last of 2 processes" in rank["too_small"]
-        assert "cannot be resumed: its optimizer is not saved" in rank["resumed"]
-        assert "set expected_batch_size" in rank["derived_batch_size"]
-        assert "'0' (Own) holds split parameters, and only the rules of nn.Linear" in rank["own_layer"]
-        assert "of '0' (Around) are computed" in rank["rerun"] and "Move its own parameters" in rank["rerun"]
-        assert "'0' (Normed) with register_norm_sampler gives norms alone" in rank["norm_sampler"]
-        assert "no parameter says how it is split" in rank["plain_parts"]
-        assert "'model.layers.0.mlp.down_proj' (Linear) splits its activations as" in rank["split_sequence"]
-        assert "returns a DTensor" in rank["left_split"] and "output_layouts=Replicate()" in rank["left_split"]
+@pytest.mark.parametrize("case", NOT_EXACT)
+def test_layouts_that_are_not_exact_are_refused_by_name(ranks, case):
+    for rank in ranks[case]:
+        assert rank.keys() == NOT_EXACT[case].keys()
+        for name, words in NOT_EXACT[case].items():
+            assert re.search(words, rank[name], re.DOTALL), (name, rank[name])

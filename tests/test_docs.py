@@ -80,9 +80,6 @@ def test_each_example_is_short_and_trains(page):
         assert Mechanism.from_dict(spent.mechanism.to_dict()) == spent.mechanism
 
 
-# ---- the map ----
-
-
 @pytest.mark.parametrize("package", ["dp_transformers", "dp_transformers.clipping"])
 def test_the_map_has_the_layers_of_the_import_contracts(package):
     (shown,) = re.findall(rf"<!-- layers: {package} -->\n```text\n(.*?)```\n\n(?=\|)(.*?)\n\n", MAP, re.S)
@@ -120,9 +117,6 @@ def test_files_and_pages_that_are_named_exist(page):
     assert all((ROOT / name).exists() or (ROOT / "dp_transformers" / name).exists() for name in named), named
     linked = [link.partition("#")[0] for link in re.findall(r"\]\((?!http)([^)]+)\)", text)]
     assert all((page.parent / link).exists() for link in linked), linked
-
-
-# ---- the blocks of all other pages ----
 
 
 class Net(nn.Linear):
@@ -238,9 +232,6 @@ def test_every_page_with_blocks_is_run():
         compile(*blocks(block), "scaling.md", "exec")
 
 
-# ---- the site ----
-
-
 def test_the_site_builds_without_warnings(tmp_path):
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True,
@@ -254,9 +245,6 @@ def test_the_site_builds_without_warnings(tmp_path):
     assert loaded and not [address for address in loaded if "//" in address], "nothing is loaded from elsewhere"
     shown = (tmp_path / "site" / "api.html").read_text()
     assert all(f"{name}</span>" in shown for name in dp_transformers.__all__)
-
-
-# ---- what pages quote from the code ----
 
 
 def messages():
@@ -302,9 +290,6 @@ def test_the_page_of_the_interface_has_every_public_name():
     assert sorted(name.rpartition(".")[2] for name in shown) == sorted(dp_transformers.__all__)
 
 
-# ---- the layer ----
-
-
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize("shape", [(4, 3), (4, 6, 3), (4, 2, 5, 3)], ids=str)
 def test_the_layer_is_exact(page, shape, mode):
@@ -313,9 +298,6 @@ def test_the_layer_is_exact(page, shape, mode):
         assert clipper.owners[0].has_rule, "it has its rule"
     check(nn.Sequential(layer, nn.Linear(5, 2)), torch.randn(shape), mode)
     check(nn.Sequential(page.Sine(3, 3), tied := page.Sine(3, 3), tied), torch.randn(shape), mode)
-
-
-# ---- the clipping function ----
 
 
 def test_the_clipping_function_keeps_to_its_sensitivity(page):
@@ -344,9 +326,6 @@ def test_an_example_changes_the_clipped_sum_by_the_sensitivity_at_most(page):
     assert float(changes_b.max()) <= clipping.sensitivity * (1 + 1e-5)
     expected_b = 0.7 * norms_b / norms_b.hypot(torch.tensor(0.7))
     assert torch.allclose(changes_b.float(), expected_b, rtol=1e-3, atol=1e-6)
-
-
-# ---- the sampling ----
 
 
 def test_the_sampling_draws_as_its_event_says(page):
@@ -386,9 +365,6 @@ def test_the_sampling_costs_what_dp_accounting_says(page):
         spent.mechanism.epsilon(1e-3, accountant="rdp")
 
 
-# ---- the noise ----
-
-
 def test_the_noise_has_the_deviation_that_is_accounted_for(page):
     noise = page.FallingNoise(2.0, half_life=5)
     accountant = PrivacyAccountant()
@@ -404,12 +380,6 @@ def test_the_noise_has_the_deviation_that_is_accounted_for(page):
         assert stats.kstest(numbers.numpy(), "norm").pvalue > 1e-4
         for a, b in ((numbers, others), (numbers[1:], numbers[:-1])):
             assert abs(float((a * b).mean())) < 4.5 / len(a) ** 0.5, "steps and coordinates are independent"
-
-
-# ---- in the Trainer ----
-
-
-# ---- docstrings ----
 
 
 @pytest.mark.parametrize("name", sorted({*dp_transformers._WHERE, *clipping.__all__}))

@@ -139,16 +139,3 @@ def test_tables_are_read_as_row_by_row(kind):
     assert [torch.as_tensor(row["x"]).tolist() for row in rows] == [
         torch.as_tensor(table[i]["x"]).tolist() for i in (5, 2, 7)
     ]
-
-
-class Windows(Rows):
-    def __getitems__(self, indices):
-        return [self[i] for i in indices for _ in range(self.count)]
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_other_rows_than_one_for_each_index(count):
-    data = Windows(None, lambda i: False)
-    data.count = count
-    with pytest.raises(ValueError, match=rf"returned {count} rows instead of 1,.*one row.*windows.*max_examples"):
-        Examples(data, stacked, SecretSeeds(1)).of_draw([0, 1], 0)

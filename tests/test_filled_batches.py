@@ -171,22 +171,13 @@ def test_an_example_moves_a_filled_sum_by_the_bound_at_most(tmp_path, silent, lo
     assert 0.99 * 0.05 <= (sums[0] - sums[1]).norm() <= 0.05 * (1 + 1e-5)
 
 
-# ---- how many batches ----
-
 CAPPED, CYCLE = TruncatedPoissonSampling(N, EXPECTED, 11), FixedOrderSampling(N, EXPECTED)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("sampling", [CAPPED, CYCLE, PoissonSampling(N, 2)], ids=lambda sampling: sampling.kind)
-def test_every_step_has_the_same_shapes_where_draws_have_a_largest_size(tmp_path, monkeypatch, sizes, loop, sampling):
+def test_every_step_has_the_same_shapes_where_draws_have_a_largest_size(tmp_path, drawn, sizes, loop, sampling):
     """Otherwise there are as many batches as without filling."""
-    drawn, draw = [], DrawSampler.draw
-
-    def noted(sampler):
-        drawn.append(draw(sampler))
-        return drawn[-1]
-
-    monkeypatch.setattr(DrawSampler, "draw", noted)
     if loop == "trainer":
         options = {"per_device_train_batch_size": SIZE, "fill_physical_batches": True, "save_strategy": "no"}
         by_trainer(tmp_path, mechanism(sampling=sampling), **options).train()
@@ -230,9 +221,6 @@ def test_batches_without_a_size_cannot_be_filled(sampling):
         by_engine(mechanism(sampling=sampling), fill_physical_batches=True)
 
 
-# ---- collators ----
-
-
 class Texts:
     def __len__(self):
         return 40
@@ -264,8 +252,3 @@ def test_fillers_follow_the_examples_and_lengthen_no_row():
     assert filled[1].sizes.keys() == plain[1].sizes.keys()
     filler = LogicalBatches(Texts(), padded, SIZE, SecretSeeds(1), fill=True).filler()
     assert (filler.size, filler.examples, len(filler.rows["input_ids"])) == (SIZE, 0, SIZE)
-
-
-def filled(collate, rows):
-    """The draw of all rows, filled up to eight."""
-    return LogicalBatches(rows, collate, 8, SecretSeeds(1), fill=True)[Draw(3, list(range(len(rows))))]

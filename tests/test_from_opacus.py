@@ -119,9 +119,6 @@ def test_a_batch_memory_manager_left_in_the_loop():
         loader.batch_sampler  # noqa: B018
 
 
-# ---- checkpoints, norms ----
-
-
 def test_norms_can_be_looked_at_in_a_plain_loop():
     engine, model, _, loader = loop()
     with pytest.raises(ValueError, match="before the first backward pass"):
@@ -134,9 +131,6 @@ def test_norms_can_be_looked_at_in_a_plain_loop():
             expected.append(torch.cat([g.flatten() for g in grads]).norm())
     F.cross_entropy(model(x), y).backward()
     torch.testing.assert_close(engine.clipper.norms, torch.stack(expected))
-
-
-# ---- losses of positions ----
 
 
 class Tagger(nn.Module):
@@ -188,41 +182,3 @@ def test_that_examples_are_averaged_by_themselves_is_said(caplog):
 
 
 # ---- batch norm with fixed statistics ----
-
-
-def with_batch_norm():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model(torch.randn(50, 3))  # statistics of public data
-    model[1].eval()
-    return model
-
-
-def private_batch_norm(model, **options):
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(24, 3), torch.randint(0, 2, (24,)))
-    return PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=8), noise_multiplier=1.0,
-        max_grad_norm=0.1, **options,
-    )  # fmt: skip
-
-
-def test_batch_norm_that_stays_in_evaluation_mode_is_exact():
-    model = with_batch_norm()
-    mean = model[1].running_mean.clone()
-    model, optimizer, loader = private_batch_norm(model)
-    for x, y in loader:
-        optimizer.zero_grad()
-        plain = with_batch_norm()
-        plain.load_state_dict(model.state_dict())
-        F.cross_entropy(model(x), y).backward()
-        expected = torch.zeros(sum(p.numel() for p in plain.parameters()))
-        for a, b in zip(x, y, strict=True):
-            grads = torch.autograd.grad(F.cross_entropy(plain(a[None]), b[None]), list(plain.parameters()))
-            flat = torch.cat([g.flatten() for g in grads])
-            expected += flat * (0.1 / flat.norm()).clamp(max=1)
-        found = torch.cat([total.flatten() for total in loader._step.clipped_sums().values()])
-        if len(x) > 1:
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-        optimizer.step()
-    assert torch.equal(model[1].running_mean, mean)

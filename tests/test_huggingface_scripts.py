@@ -36,9 +36,6 @@ SCRIPTS = {
 ROWS = 60
 
 
-# ---- the diffs of the page ----
-
-
 def diffs(script):
     """What the page says to change in a script: (lines now, lines then), hunk by hunk."""
     for names, text in re.findall(r"<!-- diff: (.*?) -->\n```diff\n(.*?)```", PAGE, re.S):
@@ -72,9 +69,6 @@ def test_the_diffs_import_what_there_is():
     imported = re.findall(r"^\+from dp_transformers import (.*)$", PAGE, re.M)
     names = {name.split(" as ")[0].strip() for line in imported for name in line.split(",")}
     assert names <= set(dp_transformers.__all__) and "DPTrainer" in names
-
-
-# ---- on scripts of our own ----
 
 
 @pytest.fixture(scope="module")
@@ -179,8 +173,6 @@ def test_a_script_with_accelerate_becomes_private(local, tmp_path, monkeypatch, 
     results = json.loads((out / "all_results.json").read_text())
     assert results["learning_rate"] == 0, "the schedule came to its end with the last step"
 
-
-# ---- on Hugging Face's own scripts ----
 
 LOOP = ["--per_device_train_batch_size", "20", "--num_train_epochs", "2"]
 LOOP_SCRIPTS = {

@@ -10,22 +10,11 @@ from collections import UserDict, namedtuple
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import default_collate
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForMultipleChoice,
-    DataCollatorForSeq2Seq,
-    DataCollatorForTokenClassification,
-    DataCollatorWithFlattening,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-    T5Config,
-    T5ForConditionalGeneration,
-    default_data_collator,
-)
 
 from dp_transformers.data.columns import are_same, tensors_of
 from dp_transformers.data.draws import LogicalBatches
@@ -40,7 +29,7 @@ PAD, WORDS = 3, range(5, 100)
 
 def tokenizer(side):
     words = {f"w{i}": i for i in WORDS} | {"[PAD]": PAD, "[MASK]": 4, "[UNK]": 2}
-    return PreTrainedTokenizerFast(
+    return hf.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="[UNK]")), pad_token="[PAD]", mask_token="[MASK]",
         unk_token="[UNK]", padding_side=side,
     )  # fmt: skip
@@ -151,14 +140,14 @@ def by_channel(rows):
 
 
 COLLATORS = {  # by name: what makes it for a side, and a row
-    "DataCollatorWithPadding": (lambda side: DataCollatorWithPadding(tokenizer(side)), classified),
-    "in multiples": (lambda side: DataCollatorWithPadding(tokenizer(side), pad_to_multiple_of=8), classified),
-    "to one length": (lambda side: DataCollatorWithPadding(tokenizer(side), "max_length", 48), classified),
-    "DataCollatorForSeq2Seq": (lambda side: DataCollatorForSeq2Seq(tokenizer(side)), lambda draw: text(draw, labels=words(draw))),
-    "DataCollatorForTokenClassification": (lambda side: DataCollatorForTokenClassification(tokenizer(side)), tagged),
-    "DataCollatorForLanguageModeling": (lambda side: DataCollatorForLanguageModeling(tokenizer(side), mlm=False), text),
-    "DataCollatorForMultipleChoice": (lambda side: DataCollatorForMultipleChoice(tokenizer(side)), choices),
-    "default_data_collator": (lambda side: default_data_collator, lambda draw: {"x": [draw.random()] * 3, "label": draw.randrange(3)}),
+    "DataCollatorWithPadding": (lambda side: hf.DataCollatorWithPadding(tokenizer(side)), classified),
+    "in multiples": (lambda side: hf.DataCollatorWithPadding(tokenizer(side), pad_to_multiple_of=8), classified),
+    "to one length": (lambda side: hf.DataCollatorWithPadding(tokenizer(side), "max_length", 48), classified),
+    "DataCollatorForSeq2Seq": (lambda side: hf.DataCollatorForSeq2Seq(tokenizer(side)), lambda draw: text(draw, labels=words(draw))),
+    "DataCollatorForTokenClassification": (lambda side: hf.DataCollatorForTokenClassification(tokenizer(side)), tagged),
+    "DataCollatorForLanguageModeling": (lambda side: hf.DataCollatorForLanguageModeling(tokenizer(side), mlm=False), text),
+    "DataCollatorForMultipleChoice": (lambda side: hf.DataCollatorForMultipleChoice(tokenizer(side)), choices),
+    "default_data_collator": (lambda side: hf.default_data_collator, lambda draw: {"x": [draw.random()] * 3, "label": draw.randrange(3)}),
     "TRL's for texts": (of_trl("sft_trainer", "DataCollatorForLanguageModeling"), text),
     "TRL's for preferences": (of_trl("dpo_trainer", "DataCollatorForPreference"), preference),
     "TRL's for rewards": (of_trl("reward_trainer", "DataCollatorForPreference"), preference),
@@ -216,11 +205,8 @@ def test_joined_rows_are_the_batch_of_the_collator(name, side, caplog):
     assert not caplog.records
 
 
-# ---- collators that are given several examples ----
-
-
 def with_decoder_inputs(side):
-    config = T5Config(
+    config = hf.T5Config(
         vocab_size=100,
         d_model=8,
         d_kv=4,
@@ -230,7 +216,7 @@ def with_decoder_inputs(side):
         pad_token_id=PAD,
         decoder_start_token_id=PAD,
     )
-    return DataCollatorForSeq2Seq(tokenizer(side), T5ForConditionalGeneration(config))
+    return hf.DataCollatorForSeq2Seq(tokenizer(side), hf.T5ForConditionalGeneration(config))
 
 
 KNOWN = ("DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "default_data_collator", "default_collate")  # fmt: skip
@@ -263,22 +249,16 @@ def test_known_collators_make_the_same_of_several_examples(name, side):
 
 
 @pytest.mark.parametrize(
-    ("name", "one", "other", "message"),
-    [
+    ("name", "one", "other", "message"), [
         ("default_collate", (1,), (2.5,), "of what type"),
         ("default_collate", (torch.ones(2),), (torch.ones(2).double(),), "of what type"),
         ("default_collate", {"x": 1}, {"x": 2, "y": 3}, "whether 'y'"),
         ("default_data_collator", {"x": [1, 2]}, {"x": [1.0, 2.5]}, "of what type"),
         ("default_data_collator", {"x": [1], "y": None}, {"x": [1], "y": [2]}, "whether 'y'"),
         ("DataCollatorWithPadding", {"input_ids": [5], "label": 1}, {"input_ids": [6], "label": 1.5}, "of what type"),
-        (
-            "DataCollatorWithPadding",
-            {"input_ids": [5]},
-            {"input_ids": [6], "token_type_ids": [1]},
-            "whether 'token_type",
-        ),
+        ("DataCollatorWithPadding", {"input_ids": [5]}, {"input_ids": [6], "token_type_ids": [1]}, "whether 'token_type"),
     ],
-)
+)  # fmt: skip
 def test_examples_decide_no_type_and_no_column_of_a_known_collator(name, one, other, message):
     rows = [copy.deepcopy(row) for row in (one, other, one, other)]
     with pytest.raises(ValueError, match=message):
@@ -295,7 +275,7 @@ def test_pairs_with_a_common_example_are_no_proof_of_a_number():
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_random_masks_are_padded_as_the_collator_does(side, is_known):
-    collator, draw = DataCollatorForLanguageModeling(tokenizer(side), mlm_probability=0.3), random.Random(0)
+    collator, draw = hf.DataCollatorForLanguageModeling(tokenizer(side), mlm_probability=0.3), random.Random(0)
     collate = collator if is_known else lambda rows: collator(rows)
     batches = LogicalBatches([text(draw) for _ in range(30)], collate, 30, SecretSeeds(1))
     (batch,) = batches[Draw(0, range(30))].batches
@@ -304,9 +284,6 @@ def test_random_masks_are_padded_as_the_collator_does(side, is_known):
     assert (batch.rows["input_ids"][~own_bt] == PAD).all() and (batch.rows["labels"][~own_bt] == -100).all()
     own = {1: (side, own_bt.sum(1).tolist())}
     assert batch.sizes == dict.fromkeys(("input_ids", "attention_mask", "labels"), own)
-
-
-# ---- what cannot be joined ----
 
 
 def rows_of(*sizes):
@@ -329,7 +306,7 @@ def block_diagonal(xs):
 
 
 REFUSED = {
-    "flattened": (DataCollatorWithFlattening(), [{"input_ids": [5] * n} for n in (3, 4, 5, 6)], "made one row of 2 examples"),
+    "flattened": (hf.DataCollatorWithFlattening(), [{"input_ids": [5] * n} for n in (3, 4, 5, 6)], "made one row of 2 examples"),
     "windows": (with_x(lambda xs: torch.cat([x.unfold(0, 2, 2) for x in xs])), rows_of(4, 6, 8, 10), "makes 5 rows of one example"),
     "none": (with_x(lambda xs: torch.stack(xs)[:0]), rows_of(4, 4, 4, 4), "makes no rows of one example"),
     "cut to the shortest": (with_x(lambda xs: torch.stack([x[: min(map(len, xs))] for x in xs])), rows_of(4, 5, 6, 7), "does not pad them"),
@@ -374,9 +351,6 @@ def test_one_longer_row_is_enough_for_usual_numbers(number):
     assert (x[:2, 4:] == number).all()
 
 
-# ---- what a collator does across examples ----
-
-
 def mix_up(rows):
     x, y = torch.stack([row["x"] for row in rows]), torch.tensor([row["i"] for row in rows])
     return {"x": 0.7 * x + 0.3 * x.roll(1, 0), "labels": y}
@@ -404,7 +378,7 @@ def test_what_is_done_across_examples_does_nothing_and_is_said_once(collate, cap
 def test_no_row_of_a_batch_changes_when_another_example_does():
     """But for its padding."""
 
-    class OfOneself(DataCollatorForLanguageModeling):
+    class OfOneself(hf.DataCollatorForLanguageModeling):
         """Of a class that is not known, and so given one example at a time."""
 
     draw = random.Random(0)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from neighbours import Task, points, train
+from layers import Calls
+from neighbours import At, Task, points, train
 from torch import nn
-from torch.utils.data import Dataset
 
 from dp_transformers.data.stored_rows import refuse_rows_loaded_from_one
 
@@ -19,19 +19,6 @@ REFUSED = "are one stored row"
 SIZE = 12
 X, Y = torch.randn(SIZE, 6, generator=torch.Generator().manual_seed(0)), torch.arange(SIZE) % 3
 BASE = points(SIZE)
-
-
-class Rows(Dataset):
-    """``read(i)`` for each of these numbers."""
-
-    def __init__(self, read, numbers):
-        self.read, self.numbers = read, numbers
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __getitem__(self, i):
-        return self.read(self.numbers[i])
 
 
 @dataclasses.dataclass
@@ -71,7 +58,7 @@ OWN = {
 
 
 def draw(read, numbers, copies=1):
-    data = Rows(read, numbers)
+    data = At(read, numbers)
     refuse_rows_loaded_from_one(range(len(data)), [data[i] for i in range(len(data))], copies)
 
 
@@ -104,13 +91,13 @@ def losses(outputs, labels):
     return F.cross_entropy(outputs, labels, reduction="none")
 
 
-class Scores(nn.Linear):
-    def forward(self, x):
-        return super().forward(x)
-
-
 def test_groups_of_rows_may_come_as_often_as_they_are_counted_for():
-    task = Task(lambda: Scores(6, 3), Rows(STORED["dict"], [*range(SIZE), 4]), loss=losses, bound=0.3)
+    task = Task(
+        lambda: Calls(lambda m, x: m.layer(x), layer=nn.Linear(6, 3)),
+        At(STORED["dict"], [*range(SIZE), 4]),
+        loss=losses,
+        bound=0.3,
+    )
     task.arguments = {"max_examples_per_person": 2}
     train("trainer", task)
 

@@ -47,22 +47,12 @@ def task(mode="auto", loss=preferred, **changes):
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost", "fast_gradient", "per_sample"])
-def test_two_forward_passes_of_one_row_are_one_example(tmp_path, mode):
+def test_two_forward_passes_of_one_row_are_one_example(tmp_path, mode, drawn):
     """The clipped sum of a step against one row at a time through plain autograd."""
     trainer = trainer_for(task(mode), str(tmp_path), learning_rate=1.0)
     reference = seeded(lambda: build("llama-tied"))
     start = [p.detach().clone() for p in trainable(reference)]
-    drawn = []
-    sampler = type(trainer._training.sampler(0, 1))
-    draw = sampler.draw
-
-    def noted(own):
-        drawn.append(draw(own))
-        return drawn[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "draw", noted)
-        trainer.train()
+    trainer.train()
     assert len(drawn) == 1
     gradients = []
     for i in drawn[0].indices:
@@ -104,21 +94,19 @@ def test_a_loss_of_another_shape_is_refused(tmp_path):
         trainer.train()
 
 
-def test_it_evaluates_without_labels(tmp_path):
-    args = DPTrainingArguments(str(tmp_path), target_epsilon=8.0, target_delta=DELTA, expected_batch_size=4, max_steps=1, use_cpu=True,
-                               disable_tqdm=True, report_to="none", save_strategy="no", remove_unused_columns=False)  # fmt: skip
-    trainer = DPTrainer(build("llama"), args, pairs, ROWS, ROWS[:3], per_example_loss_func=preferred)
-    with torch.no_grad():
-        expected = preferred(trainer.model.eval(), pairs(ROWS[:3])).mean()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert math.isfinite(trainer.predict(ROWS[:3]).metrics["test_loss"])
-
-
 def evaluating(folder, model, loss, rows=None, collator=collate, **options):
     args = DPTrainingArguments(str(folder), target_epsilon=8.0, target_delta=DELTA, expected_batch_size=4, max_steps=1, use_cpu=True, disable_tqdm=True,
                                report_to="none", save_strategy="no", eval_strategy="steps", per_device_eval_batch_size=2, remove_unused_columns=False)  # fmt: skip
     rows = texts(LENGTHS) if rows is None else rows
     return DPTrainer(model, args, collator, rows, rows, per_example_loss_func=loss, **options)
+
+
+def test_it_evaluates_without_labels(tmp_path):
+    trainer = evaluating(tmp_path, build("llama"), preferred, ROWS, pairs)
+    with torch.no_grad():
+        expected = preferred(trainer.model.eval(), pairs(ROWS)).mean()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert math.isfinite(trainer.predict(ROWS[:3]).metrics["test_loss"])
 
 
 def cross_entropy(model, inputs):
@@ -156,15 +144,11 @@ class Scores(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [
+    "loss", [
         lambda outputs, labels: nn.functional.cross_entropy(outputs, labels, reduction="none"),
-        lambda model, inputs: nn.functional.cross_entropy(
-            model(inputs["input_ids"], inputs["attention_mask"]), inputs["labels"], reduction="none"
-        ),
-    ],
-    ids=["of outputs", "of the model"],
-)
+        lambda model, inputs: nn.functional.cross_entropy(model(inputs["input_ids"], inputs["attention_mask"]), inputs["labels"], reduction="none"),
+    ], ids=["of outputs", "of the model"],
+)  # fmt: skip
 def test_predictions_of_a_model_that_returns_a_tensor_have_a_row_for_each_example(tmp_path, loss):
     trainer = evaluating(tmp_path, Scores(), loss)
     assert trainer.predict(texts(LENGTHS)).predictions.shape == (len(LENGTHS), 3)
@@ -181,6 +165,6 @@ def test_the_names_of_the_parameters_decide():
         def __call__(self, model, inputs):
             return None
 
-    assert runs_the_model(preferred) and runs_the_model(Callable())
+    assert runs_the_model(preferred) and runs_the_model(Callable()) and runs_the_model(lambda model, batch: None)
     assert runs_the_model(lambda model, inputs, beta=0.1: None)
     assert not runs_the_model(lambda outputs, labels: None) and not runs_the_model(torch.add)

@@ -1,8 +1,9 @@
-"""Mechanisms in both loops: given whole, with parts that a user wrote, with schedules, and resumed."""
+"""Mechanisms in both loops: given whole, with parts that a user wrote, with schedules and samplings, and resumed."""
 
 import hashlib
 import itertools
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -25,7 +26,13 @@ from dp_transformers.mechanism.clipping_functions import (
 )
 from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from dp_transformers.mechanism.noise import IndependentNoise
-from dp_transformers.mechanism.sampling import DrawSampler, PoissonSampling
+from dp_transformers.mechanism.sampling import (
+    BallsInBinsSampling,
+    DrawSampler,
+    PoissonSampling,
+    RandomAllocationSampling,
+    TruncatedPoissonSampling,
+)
 from dp_transformers.mechanism.values import StepParameters
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 
@@ -61,9 +68,9 @@ def by_trainer(folder, mechanism, *callbacks, **changes):
     return build(DPTrainer, folder, callbacks, **{**options, "max_steps": -1, **changes})
 
 
-def by_engine(mechanism, batch_size=EXPECTED, folder=None, **options):
-    model, engine = Classifier(), PrivacyEngine(ledger_dir=folder)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def by_engine(mechanism, batch_size=EXPECTED, folder=None, secure=False, optimizer_class=torch.optim.SGD, **options):
+    model, engine = Classifier(), PrivacyEngine(ledger_dir=folder, secure_rng=secure)
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
     data = [(torch.tensor(row["x"]), row["labels"]) for row in rows()]
     loader = DataLoader(data, batch_size=batch_size)
     made = engine.make_private(
@@ -79,7 +86,8 @@ def step_through(model, optimizer, loader, steps):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+        if next(model.parameters()).grad is not None:  # otherwise there are more batches of this draw
+            gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
     return gradients
 
 
@@ -94,6 +102,25 @@ def train(loop, folder, mechanism):
     gradients = step_through(*loop, STEPS)
     engine.detach()
     return engine.privacy_spent(DELTA), gradients
+
+
+def train_and_resume(loop, folder, mechanism):
+    """Eight steps, and those after the third once more, from its checkpoint; what was spent, and the ledger's parts."""
+    if loop == "trainer":
+        by_trainer(folder, mechanism, Stop(8)).train()
+        trainer = by_trainer(folder, mechanism, ignore_data_skip=True)
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+        return trainer.privacy_spent(), Ledger(folder).segments(trainer._run.state.run_id)
+    engine, model, optimizer, loader = by_engine(mechanism, folder=folder)
+    step_through(model, optimizer, loader, 3)
+    engine.save_checkpoint(folder / "c.pt", module=model, optimizer=optimizer)
+    step_through(model, optimizer, loader, 5)
+    engine.detach()
+    engine, model, optimizer, loader = by_engine(mechanism, folder=folder)
+    engine.load_checkpoint(folder / "c.pt", module=model, optimizer=optimizer)
+    step_through(model, optimizer, loader, STEPS - 3)
+    engine.detach()
+    return engine.privacy_spent(DELTA), Ledger(folder).segments(engine._loop.run.state.run_id)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -157,9 +184,6 @@ def test_an_accountant_that_cannot_account_for_it_is_refused(tmp_path):
         by_trainer(tmp_path, mechanism(sampling=Capped(N, EXPECTED, 15)), accountant="rdp")
 
 
-# ---- parts that a user wrote ----
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_clipping_function_of_the_users_own_is_what_clips(tmp_path, loop, monkeypatch):
     """C / (norm + γ) of the one example that is drawn, by hand."""
@@ -213,21 +237,11 @@ EMPTY = replace(EMPTY, indices=[])
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_sampling_of_the_users_own_is_what_draws_and_is_accounted_for(tmp_path, loop, monkeypatch):
-    drawn, draw = [], DrawSampler.draw
-
-    def noted(sampler):
-        drawn.append(draw(sampler))
-        return drawn[-1]
-
-    monkeypatch.setattr(DrawSampler, "draw", noted)
+def test_a_sampling_of_the_users_own_is_what_draws_and_is_accounted_for(tmp_path, loop, drawn):
     spent, _ = train(loop, tmp_path, mechanism(sampling=EverybodyInTurn(N, EXPECTED)))
     passes = [sorted(i for d in drawn[start : start + 5] for i in d.indices) for start in (0, 5)]
     assert passes == [list(range(N))] * 2
     assert spent.epsilon == compute_epsilon(1.3, 1.0, 2, DELTA) and spent.sampling == "in turn"
-
-
-# ---- schedules ----
 
 
 @dataclass(frozen=True)
@@ -255,23 +269,6 @@ def epsilon_of(steps):
     for used in map(SCHEDULED.at, steps):
         accountant.step(noise_multiplier=used.noise_multiplier, sample_rate=used.sample_rate)
     return pytest.approx(accountant.epsilon(DELTA), rel=1e-12)
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_each_step_uses_its_own_noise_and_divisor(tmp_path, loop, monkeypatch):
-    monkeypatch.setattr(DrawSampler, "draw", lambda sampler: replace(EMPTY, number=next(sampler._number)))
-    moving = mechanism(sampling=SCHEDULED.sampling, noise=ShiftingByStep(4.0, 5))
-    spent, gradients = train(loop, tmp_path, moving)
-    assert [float(g[0]) for g in gradients] == pytest.approx(
-        [s.noise_std / s.expected_batch_size for s in map(SCHEDULED.at, range(STEPS))]
-    )
-    assert spent.epsilon == epsilon_of(range(STEPS))
-
-
-@dataclass(frozen=True)
-class ShiftingByStep(Halving):
-    kind: ClassVar[str] = "shifting by step"
-    source = Shifting.source
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -310,29 +307,12 @@ def test_steps_of_which_the_ledger_does_not_say_what_they_used_are_the_costliest
     )
 
 
-@pytest.mark.parametrize("with_ledger", [True, False])
-def test_a_schedule_goes_on_in_a_loop(tmp_path, with_ledger):
-    folder = tmp_path if with_ledger else None
-    engine, model, optimizer, loader = by_engine(SCHEDULED, folder=folder)
-    step_through(model, optimizer, loader, 5)
-    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
-    engine.detach()
-    engine, model, optimizer, loader = by_engine(SCHEDULED, folder=folder)
-    engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
-    assert engine.get_epsilon(DELTA) == epsilon_of(range(5))
-    step_through(model, optimizer, loader, 3)
-    assert engine.get_epsilon(DELTA) == epsilon_of(range(8)) and engine.steps == 8
-
-
 def test_a_budget_knows_what_the_next_steps_cost(tmp_path):
     """Training stops before the step that would exceed the target, by a schedule whose last steps cost most."""
     target = SCHEDULED.epsilon(DELTA, executed=[SCHEDULED.planned(0, 7)]) * 1.001
     trainer = by_trainer(tmp_path, SCHEDULED, target_epsilon=target)
     trainer.train()
     assert trainer.privacy_spent().steps == 7 and trainer.privacy_spent().epsilon <= target
-
-
-# ---- resume ----
 
 
 def test_another_mechanism_is_refused_and_another_number_of_steps_is_not(tmp_path):
@@ -349,11 +329,8 @@ def test_another_mechanism_is_refused_and_another_number_of_steps_is_not(tmp_pat
     trainer = by_trainer(tmp_path, replace(given, steps=8, unit=PrivacyUnit(2)))
     trainer.train(resume_from_checkpoint=True)
     spent = trainer.privacy_spent()
-    assert (
-        spent.steps == 8
-        and spent.mechanism.steps == 8
-        and spent.epsilon == compute_epsilon(1.3, EXPECTED / N, 8, DELTA)
-    )
+    assert spent.steps == 8 and spent.mechanism.steps == 8
+    assert spent.epsilon == compute_epsilon(1.3, EXPECTED / N, 8, DELTA)
     assert spent.epsilon_per_person == given.epsilon(DELTA, executed=[given.planned(0, 8)], rows=2) > spent.epsilon
 
 
@@ -367,3 +344,55 @@ def test_a_clipping_function_keeps_to_its_sensitivity_also_for_norms_it_was_not_
 
     found = coefficients(torch.tensor([3.25**2, 1.0]), clipping=checked_clipping(Sometimes(BOUND)))
     assert bool(((found.of_sum_b * found.norms_b).abs() <= BOUND * (1 + 1e-6)).all())
+
+
+PASS = N // EXPECTED
+FRESH, PERSISTENT = RandomAllocationSampling(N, PASS), BallsInBinsSampling(N, PASS)
+CAPPED = TruncatedPoissonSampling(N, EXPECTED, 12)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("sampling", [CAPPED, FRESH, PERSISTENT], ids=lambda sampling: sampling.kind)
+def test_samplings_train_and_cost_what_the_mechanism_says(tmp_path, loop, sampling, drawn):
+    given = mechanism(sampling=sampling)
+    spent, gradients = train(loop, tmp_path, given)
+    assert len(gradients) == STEPS and spent.mechanism == given and spent.private
+    assert spent.epsilon == given.epsilon(DELTA) and spent.neighboring_relation == sampling.relation
+    sizes = [len(draw.indices) for draw in drawn]
+    if sampling is CAPPED:
+        assert max(sizes) <= 12
+    else:
+        for start in range(0, STEPS, PASS):
+            once = Counter(i for draw in drawn[start : start + PASS] for i in draw.indices)
+            assert once == Counter(range(N))
+
+
+@pytest.mark.parametrize("sampling", [FRESH, PERSISTENT], ids=lambda sampling: sampling.kind)
+def test_a_run_that_is_resumed_within_a_pass_pays_for_another(tmp_path, sampling, drawn):
+    """Who was drawn is not written, so an example may be drawn again in the pass that is gone on with. The draws that
+    Trainer skips belong to no pass: else a pass would end early, and two of them would lie in steps that pay for one.
+    """
+    given = mechanism(sampling=sampling)
+    by_trainer(tmp_path, given, Stop(3), save_strategy="steps", save_steps=3).train()
+    trainer = by_trainer(tmp_path, given)
+    drawn.clear()
+    trainer.train(resume_from_checkpoint=True)
+    parts = [given.planned(0, 3), given.planned(3, STEPS - 3)]
+    spent = trainer.privacy_spent()
+    assert spent.steps == STEPS and spent.epsilon == given.epsilon(DELTA, executed=parts) > given.epsilon(DELTA)
+    used = drawn[-(STEPS - 3) :]
+    assert [draw.number for draw in used] == list(range(3, STEPS)), "three were skipped"
+    assert Counter(i for draw in used[:PASS] for i in draw.indices) == Counter(range(N)), "a new pass"
+
+
+@pytest.mark.parametrize("sampling", [FRESH, PERSISTENT], ids=lambda sampling: sampling.kind)
+def test_an_engine_stops_where_the_first_draw_is_left_out(sampling):
+    """Workers load ahead, and what they loaded is lost with the loader's iterator, so that the first step would be
+    somewhere inside a pass."""
+    engine, model, optimizer, loader = by_engine(mechanism(sampling=sampling))
+    next(iter(loader))
+    engine.drop_draw()
+    with pytest.raises(ValueError, match=rf"draws 0 to 0 were left out.*sampling '{sampling.kind}'"):
+        step_through(model, optimizer, loader, 1)
+    engine.drop_draw()
+    engine.detach()

@@ -255,11 +255,8 @@ def test_masks_are_no_function_of_32_bits(seeded):
                 assert torch.rand(4).tolist() != drawn[-1][0]
     assert all(a != b for a, b in zip(*drawn, strict=True))
     words = torch.stack([state.view(torch.int64)[_TWISTER] for state in states])
-    assert (
-        (words[0] != words[1]).sum() > 600
-        and words.max() < 2**32
-        and words.double().mean() == pytest.approx(2**31, rel=0.1)
-    )
+    assert (words[0] != words[1]).sum() > 600 and words.max() < 2**32
+    assert words.double().mean() == pytest.approx(2**31, rel=0.1)
 
 
 def test_the_generator_runs_as_well_from_such_a_state():

@@ -6,9 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_resume import Classifier, rows
-from test_resume import build as trainer_for
-from torch.utils.data import DataLoader
+from test_mechanism_in_loops import by_engine, by_trainer
 from transformers import TrainerCallback
 
 from dp_transformers import (
@@ -16,13 +14,11 @@ from dp_transformers import (
     BandedNoise,
     BufferedNoise,
     DPAdamW,
-    DPTrainer,
     FixedOrderSampling,
     FlatClipping,
     IndependentNoise,
     Mechanism,
     PoissonSampling,
-    PrivacyEngine,
 )
 from dp_transformers.mechanism.strategies import inverse
 from dp_transformers.noise.optimizers import noise_variance, set_noise_variance
@@ -52,9 +48,6 @@ def parameters(dtype=torch.float32):
 def gradients(steps=6):
     torch.manual_seed(1)
     return [[torch.randn_like(p) for p in parameters()] for _ in range(steps)]
-
-
-# ---- the rule ----
 
 
 @pytest.mark.parametrize("options", [{}, {"betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3, "lr": 0.1}])
@@ -130,9 +123,6 @@ def test_settings_out_of_range_are_refused(options):
         DPAdamW(parameters(), **options)
 
 
-# ---- the noise of a gradient ----
-
-
 @pytest.mark.parametrize("noise", NOISE, ids=lambda noise: noise.kind)
 def test_correlated_noise_has_the_deviation_that_it_says(noise):
     """That of a row of C⁻¹, which is drawn here."""
@@ -158,47 +148,19 @@ class Variances(TrainerCallback):
 def test_both_loops_say_it(tmp_path, noise):
     sampling = PoissonSampling(40, 8) if noise.kind == "independent" else FixedOrderSampling(40, 8)
     made = Mechanism(sampling=sampling, clipping=FlatClipping(0.5), noise=noise, steps=5)
-    options = {"mechanism": made, "target_epsilon": None, "expected_batch_size": None, "max_steps": -1, "accountant": "pld"}  # fmt: skip
     watch = Variances()
-    trainer = trainer_for(DPTrainer, tmp_path, [watch], **options)
-    trainer.train()
+    by_trainer(tmp_path, made, watch).train()
     expected = [(0.5 / 8 * noise.relative_std(t)) ** 2 for t in range(5)]
     assert all(len(each) == 1 for each in watch.seen)
     assert [each.pop() for each in watch.seen] == pytest.approx(expected)
-    model = Classifier()
-    engine, optimizer = PrivacyEngine(), DPAdamW(model.parameters(), lr=0.01)
-    data = [(torch.tensor(row["x"]), row["labels"]) for row in rows()]
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data, 8), mechanism=made, self_check=False
-    )
+    _, model, optimizer, loader = by_engine(made, optimizer_class=DPAdamW)
     seen = []
     for x, y in loader:
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-        seen += [noise_variance(p.grad) for p in [next(model.parameters())]]
+        seen.append(noise_variance(next(model.parameters()).grad))
     assert seen == pytest.approx(expected)
     b2 = 0.999
     phi = sum((1 - b2) * b2 ** (4 - t) * variance for t, variance in enumerate(expected))
     assert optimizer.state[next(model.parameters())]["noise"] == pytest.approx(phi)
-
-
-def test_a_trainer_resumes_with_it(tmp_path):
-    def make(steps):
-        model = Classifier()
-        optimizers = (DPAdamW(model.parameters(), lr=0.01), None)
-        return trainer_with(optimizers, tmp_path, model, max_steps=steps)
-
-    first = make(3)
-    first.train()
-    second = make(5)
-    second.train(resume_from_checkpoint=True)
-    steps = {state["step"] for state in second.optimizer.state.values()}
-    assert second.state.global_step == 5 and len(steps) == 1 and float(steps.pop()) == 5
-
-
-def trainer_with(optimizers, folder, model, **changes):
-    def make(model, args, collate, data, **kwargs):
-        return DPTrainer(model, args, collate, data, optimizers=optimizers, **kwargs)
-
-    return trainer_for(make, folder, model=model, target_epsilon=None, noise_multiplier=1.0, **changes)

@@ -68,9 +68,6 @@ def test_those_of_a_mechanism_are_too(pin):
     assert same(repr(found.noise.noise_multiplier), pin["sigma"], pin["steps"], pin["delta"])
 
 
-# ---- a checkpoint and a ledger of version 1 ----
-
-
 def stop_at(step):
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
@@ -98,10 +95,8 @@ def test_a_trainer_resumes_version_1(tmp_path):
     sigma = seen["state"]["noise_multiplier"]
     used = {"sample_rate": 0.2, "expected_batch_size": 8, "noise_multiplier": sigma, "max_grad_norm": 1.0}
     assert lines[-1] == {"run": seen["state"]["run_id"], "step": 11, **used, "before": lines[-1]["before"]}
-    assert lines[7]["version"] == 2 and lines[7]["mechanism"]["noise"] == {
-        "kind": "independent",
-        "noise_multiplier": sigma,
-    }
+    assert lines[7]["version"] == 2
+    assert lines[7]["mechanism"]["noise"] == {"kind": "independent", "noise_multiplier": sigma}
 
 
 @pytest.mark.parametrize("with_ledger", [True, False])

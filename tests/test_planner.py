@@ -34,9 +34,6 @@ def examples(steps, epochs):
     return math.ceil(steps / epochs) * BATCH
 
 
-# ---- the table of facts: σ · sensitivity · error / E, to 1%, where N is rounded to whole batches ----
-
-
 @pytest.mark.parametrize(
     ("steps", "epochs", "epsilon", "expected"),
     [(30, 3, 1, 3.560), (30, 3, 8, 1.033), (1000, 3, 1, 6.379), (1000, 3, 4, 4.414), (1000, 10, 8, 1.380), (200, 20, 8, 0.608)],
@@ -75,9 +72,6 @@ def test_cyclic_poisson_with_bands(steps, epochs, epsilon, bands, expected):
     sampling = CyclicPoissonSampling(examples(steps, epochs), BATCH, bands)
     noise = BandedNoise.optimal(1.0, steps=steps, bands=bands)
     assert predicted(sampling, noise, steps, epsilon) == pytest.approx(expected, rel=0.01)
-
-
-# ---- the plan ----
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,18 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from models import DeepSpeedEngine, PaddedEncoder
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from violations import Compares
 
 from dp_transformers import PrivacyEngine, compute_epsilon
+from dp_transformers.clipping import modes
+from dp_transformers.clipping.modes import KeptTerms
 from dp_transformers.engine.criterion import PrivateCriterion
 from dp_transformers.engine.plain_loop import LoopOptions, PlainLoop
-from dp_transformers.runtime import randomness
-from dp_transformers.runtime.randomness import SecretSeeds
 from dp_transformers.step.ledger import PrivacyStateError
 
 CLASSES, WIDTH, LENGTH, N = 3, 5, 4, 40
@@ -243,21 +243,6 @@ def test_gradients_can_be_seen_at_every_stage():
     assert len(noise.unique()) > 0.95 * len(noise)
 
 
-def test_removing_an_example_moves_the_sum_by_at_most_the_bound():
-    for reduction in ("mean", "sum"):
-        sums = []
-        for rows in (slice(0, 6), slice(1, 6)):
-            engine, model, _, loader = make(loss_reduction=reduction)
-            x, y = torch.arange(24).view(6, 4) % 9, torch.arange(6) % CLASSES
-            with torch.no_grad():
-                model.head.weight *= 50
-            next(iter(loader))
-            loader._step.order.in_hand.batch.size = len(x[rows])
-            F.cross_entropy(model(x[rows]), y[rows], reduction=reduction).backward()
-            sums.append([*engine.clipped_sums().values()])
-        assert 0.99 * 0.3 <= distance(*sums) <= 0.3 * (1 + 1e-5)
-
-
 def test_empty_draws_are_steps_of_noise():
     engine, model, optimizer, loader = make(batch_size=1, noise_multiplier=1.0)
     empty = 0
@@ -396,32 +381,6 @@ def test_a_ledger_of_earlier_runs_is_pointed_out(tmp_path, caplog):
     assert "also holds 1 steps of earlier runs, which epsilon does not count" in caplog.text
 
 
-class Compares(nn.CrossEntropyLoss):
-    """Makes of the losses of the rows others, that depend on all of them."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def forward(self, outputs, targets):
-        losses = self.change(F.cross_entropy(outputs, targets, reduction="none"))
-        return losses if self.reduction == "none" else losses.mean()
-
-
-def straight_through(losses, scale):
-    return losses.detach() + scale * (losses - losses.detach())
-
-
-COMPARED = {
-    "mean": lambda losses: losses * losses.detach().mean(),
-    "largest": lambda losses: losses / losses.detach().max(),
-    "hardest": lambda losses: losses * (losses > 0.999 * losses.max()),
-    "number": lambda losses: losses / len(losses),
-    "gradient, mean": lambda losses: straight_through(losses, 1 / losses.detach().mean()),
-    "gradient, number": lambda losses: straight_through(losses, len(losses) ** 2 / 100),
-}
-
-
 @pytest.mark.parametrize(
     "change",
     [lambda losses: losses**2, lambda losses: losses * torch.rand(len(losses)), lambda losses: losses.clamp(max=1)],
@@ -452,22 +411,6 @@ def test_a_criterion_follows_its_owner(at_the_given_one):
         criterion.reduction = "sum"
     with pytest.raises(AttributeError, match="alpha"):
         _ = criterion.alpha
-
-
-@pytest.mark.parametrize("what", ["mean", "hardest", "gradient, number"])
-def test_a_criterion_that_compares_examples_in_the_second_dimension(what):
-    class Compared(Compares):
-        def forward(self, outputs, targets):
-            losses_tb = F.mse_loss(outputs, targets, reduction="none")
-            losses = losses_tb * self.change(losses_tb.mean(0)) / losses_tb.mean(0)
-            return losses if self.reduction == "none" else losses.mean()
-
-    _, model, _, criterion, loader = make(
-        PerPosition(), batch_first=False, collate_fn=only_positions_first, criterion=Compared(COMPARED[what])
-    )
-    with pytest.raises(ValueError, match="another one when other examples share its batch"):
-        for x, y in loader:
-            criterion(model(x), y).backward()
 
 
 def test_a_loss_of_the_private_criterion_goes_backward_once():
@@ -532,6 +475,58 @@ def test_failed_backward_leaves_a_usable_model():
     reference = copy_of(model)
     F.cross_entropy(model(x), y).backward()
     assert sums_are_those_of(reference, engine, x, y)
+
+
+def test_after_a_step_that_raised_the_next_is_noised_and_counted():
+    """Any handler of errors around optimizer.step() went on with bare clipped sums."""
+    calls, seen = [], []
+
+    def out_of_memory(optimizer, args, kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+
+    engine, model, optimizer, loader = make(noise_multiplier=1.0)
+    optimizer.register_step_pre_hook(out_of_memory)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        total = engine.clipped_sums()["head.weight"]
+        with contextlib.suppress(MemoryError):
+            optimizer.step()
+        seen.append(not torch.equal(model.head.weight.grad * 10, total))
+    assert all(seen) and engine.steps == len(seen) == 4
+
+
+@pytest.mark.parametrize("mode", ["ghost", "book_keeping"])
+def test_a_backward_pass_that_was_cut_off_adds_nothing_twice(mode, monkeypatch):
+    options = {"criterion": nn.CrossEntropyLoss(), "max_physical_batch_size": 2, "clipping_mode": mode}
+    engine, model, optimizer, criterion, loader = make(noise_multiplier=1.0, **options)
+    batches = iter(loader)
+    x, y = next(batches)
+    criterion(model(x), y).backward()
+    optimizer.step()
+    x, y = next(batches)
+    owner, name = (KeptTerms, "_add_sums") if mode == "book_keeping" else (modes._FirstPass, "_end_second")
+    original = getattr(owner, name)
+
+    def cut_off(*args, **kwargs):
+        original(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(F.cross_entropy(model(x), y, reduction="none"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"interrupted.*drop_draw"):
+            criterion(model(x), y).backward()
+    with pytest.raises(ValueError, match="optimizer.step"):
+        optimizer.step()
+    engine.drop_draw()
+    x, y = next(batches)
+    criterion(model(x), y).backward()
+    optimizer.step()
 
 
 def test_failed_forward_leaves_parameters_trainable():
@@ -600,42 +595,11 @@ def test_other_refusals():
         engine.detach()
     with pytest.raises(ValueError, match="DataLoader"):
         engine.make_private(**common, data_loader=[1, 2])
-    with pytest.raises(ValueError, match="batch_size"):
-        engine.make_private(**common, data_loader=DataLoader(make_data(), batch_sampler=[[0, 1]]))
-    weighted = torch.utils.data.WeightedRandomSampler([1.0] * N, N)
-    with pytest.raises(ValueError, match="WeightedRandomSampler"):
-        engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4, sampler=weighted))
-    for wrapped in (nn.DataParallel(model), DeepSpeedEngine(model)):
-        with pytest.raises(ValueError, match="bare module"):
-            engine.make_private(**{**common, "module": wrapped}, data_loader=DataLoader(make_data(), batch_size=4))
-    with pytest.raises(ValueError, match=r"model.train\(\)"):
-        engine.make_private(
-            **{**common, "module": copy.deepcopy(model).eval()}, data_loader=DataLoader(make_data(), batch_size=4)
-        )
     engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
     with pytest.raises(ValueError, match="already used"):
         engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
     engine.detach()
     assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
-
-
-class Augmented(TensorDataset):
-    def __getitem__(self, i):
-        x, y = super().__getitem__(i)
-        return x + torch.rand(1), y
-
-
-def test_augmentation_in_workers_follows_no_generator_that_is_known():
-    """A loader's generator seeds its workers."""
-    drawn = []
-    for _ in range(2):
-        model, data = nn.Linear(3, 2), Augmented(torch.zeros(20, 3), torch.zeros(20, dtype=torch.long))
-        loader = DataLoader(data, batch_size=20, num_workers=1, generator=torch.Generator().manual_seed(42))
-        _, _, loader = PrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters()), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
-        )  # fmt: skip
-        drawn.append(next(iter(loader))[0])
-    assert not torch.equal(*drawn)
 
 
 def test_check_loss_knows_a_plain_mean():
@@ -721,44 +685,6 @@ def test_criterion_with_the_batch_second(mode):
     assert sums_are_those_of(reference, engine, x.T, y.T, losses)
 
 
-class Penalised(nn.Module):
-    """What its children cannot answer for falls to the model itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.dropout = nn.Linear(3, 4), nn.Linear(4, 2), nn.Dropout(0.5)
-
-    def forward(self, x):
-        return F.linear(self.dropout(torch.tanh(self.first(x))), self.second.weight)
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("how", ["backward", "clipper"])
-def test_first_step_of_a_model_that_answers_itself(how, dropout, monkeypatch):
-    monkeypatch.setattr(
-        SecretSeeds, "reseed", lambda seeds, *purpose: randomness._seed_globally(randomness._expanded([5]))
-    )
-    torch.manual_seed(3)
-    model = Penalised()
-    model.second.bias.requires_grad_(False)
-    model.dropout.p = dropout
-    data = TensorDataset(torch.randn(N, 3), torch.randint(0, 2, (N,)))
-    optimizer = sgd([p for p in model.parameters() if p.requires_grad])
-    engine = PrivacyEngine()
-    _, _, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data, 10), noise_multiplier=0.0, max_grad_norm=1e6,
-        loss_reduction="sum" if how == "backward" else "none",
-    )  # fmt: skip
-    twin = copy.deepcopy(model)
-    x, y = next(iter(loader))
-    losses = F.cross_entropy(model(x), y, reduction="none")
-    losses.sum().backward() if how == "backward" else engine.backward(losses)
-    SecretSeeds(0).reseed()
-    F.cross_entropy(twin(x), y, reduction="sum").backward()  # nothing is clipped, so the sum is the ordinary gradient
-    grads = [[*engine.clipped_sums().values()], [p.grad for p in twin.parameters() if p.requires_grad]]
-    assert distance(*grads) <= 1e-5 * length(grads[1])
-
-
 def test_a_part_of_the_model_without_gradients():
     class Teacher(Net):
         def forward(self, ids):
@@ -817,83 +743,6 @@ def test_bf16_parameters(physical):
         optimizer.step()
         if last:
             assert all(p.grad.dtype == p.dtype == torch.bfloat16 for p in model.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_transformer_encoders_with_padding_evaluate_between_steps():
-    """There they take a path through nested tensors."""
-    engine, model, optimizer, loader = make(PaddedEncoder(CLASSES, vocabulary=9), noise_multiplier=1.0)
-    assert (make_data().tensors[0] == 0).any()
-    for x, y in loader:
-        model.eval()
-        with torch.no_grad():
-            outside = model(make_data().tensors[0])
-            with engine.suspended():
-                torch.testing.assert_close(model(make_data().tensors[0]), outside, rtol=0, atol=0)
-        model.train()
-        step(model, optimizer, x, y)
-
-
-def train_in_parts(change, *, physical=2, **options):
-    """A training whose draws come in several physical batches, between which ``change(model, count)`` is called."""
-    model = nn.Sequential(Net(), nn.Linear(CLASSES, CLASSES).requires_grad_(False))
-    engine, model, optimizer, loader = make(model, noise_multiplier=1.0, max_physical_batch_size=physical, **options)
-    for count, (x, y) in enumerate(loader):
-        step(model, optimizer, x, y)
-        change(model, count, engine, optimizer)
-    return engine, model
-
-
-class Standardised(nn.Module):
-    """A network whose inputs are divided by what the loop sets."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.temperature = nn.Linear(20, CLASSES), 1.0
-        self.register_buffer("scale", torch.ones(20))
-        self.shift = nn.Parameter(torch.zeros(20), requires_grad=False)
-
-    def forward(self, x):
-        return self.layer((x - self.shift) / self.scale) / self.temperature
-
-
-def replace_a_buffer(model, x, y):
-    model.scale = x.abs().mean(0) + 0.1
-
-
-def set_a_temperature(model, x, y):
-    model.temperature *= 0.9
-
-
-def train_standardised(write, at, physical):
-    engine = PrivacyEngine()
-    data = TensorDataset(torch.randn(32, 20, generator=torch.Generator().manual_seed(0)), torch.arange(32) % CLASSES)
-    model = Standardised()
-    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-    public = torch.randn(8, 20), torch.arange(8) % CLASSES
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=16), noise_multiplier=1.0,
-        max_grad_norm=1.0, max_physical_batch_size=physical,
-    )  # fmt: skip
-    for x, y in loader:
-        if at == "before the forward pass":
-            write(model, x, y)
-        step(model, optimizer, x, y)
-        if at == "after a draw" and engine.has_stepped:
-            write(model, *public)
-    return engine
-
-
-@pytest.mark.parametrize(
-    ("write", "at", "physical"),
-    [
-        (set_a_temperature, "before the forward pass", None),
-        (replace_a_buffer, "after a draw", None),
-        (replace_a_buffer, "after a draw", 4),
-    ],
-)
-def test_a_loop_may_write_to_its_model_between_draws_and_put_back_what_it_held(write, at, physical):
-    assert train_standardised(write, at, physical).steps == 2
 
 
 class BeginsAtItsFirstStep(torch.optim.SGD):
@@ -1041,23 +890,6 @@ def test_a_schedule_goes_back_with_a_checkpoint(tmp_path):
     assert engine.steps == 4
 
 
-def test_a_schedule_follows_draws_and_not_their_physical_batches():
-    """How many of these there are is private, and the learning rate would tell it."""
-
-    def step_every_time(model, count, engine, optimizer):
-        optimizer.param_groups[0]["lr"] *= 0.9
-
-    with pytest.raises(ValueError, match="(?s)'lr' of the optimizer was changed between two.*engine.has_stepped"):
-        train_in_parts(step_every_time)
-    engine, _ = train_in_parts(step_every_time, physical=10**6)
-
-    def step_after_a_draw(model, count, engine, optimizer):
-        if engine.has_stepped:
-            step_every_time(model, count, engine, optimizer)
-
-    assert engine.steps == train_in_parts(step_after_a_draw)[0].steps == 4
-
-
 def test_accelerate_loop():
     from accelerate import Accelerator
 
@@ -1134,32 +966,6 @@ def test_lightning_module():
 
 
 @pytest.mark.parametrize("with_ledger", [False, True])
-def test_resume_counts_what_was_spent(tmp_path, with_ledger):
-    def start():
-        return make(
-            optimizer=None, noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path if with_ledger else None)
-        )
-
-    engine, model, optimizer, loader = start()
-    train(model, optimizer, loader)
-    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer, checkpoint_dict={"epoch": 1})
-    train(model, optimizer, loader)  # after the checkpoint: only the ledger knows
-    at_save = [p.detach().clone() for p in model.parameters()]
-    engine.detach()
-
-    engine, model, optimizer, loader = start()
-    assert engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer) == {"epoch": 1}
-    assert distance(list(model.parameters()), at_save) > 0
-    executed = 8 if with_ledger else 4
-    assert engine.get_epsilon(1e-3) == compute_epsilon(
-        noise_multiplier=1.0, sample_rate=0.25, steps=executed, delta=1e-3
-    )
-    train(model, optimizer, loader)
-    assert engine.steps == executed + 4
-    assert not (tmp_path / "c.pt.tmp").exists()
-
-
-@pytest.mark.parametrize("with_ledger", [False, True])
 def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
     """To a file of its own; a file of another engine adds what that spent, however often its run was counted
     before."""
@@ -1168,10 +974,10 @@ def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
         return make(noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path if with_ledger else None))
 
     def save(engine, model, optimizer, loader, name):
-        engine.save_checkpoint(tmp_path / name, module=model, optimizer=optimizer)
+        engine.save_checkpoint(tmp_path / name, module=model, optimizer=optimizer, checkpoint_dict={"name": name})
 
     def load(engine, model, optimizer, loader, name):
-        engine.load_checkpoint(tmp_path / name, module=model, optimizer=optimizer)
+        assert engine.load_checkpoint(tmp_path / name, module=model, optimizer=optimizer) == {"name": name}
 
     first = start()
     for steps in (4, 8):
@@ -1184,6 +990,7 @@ def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
     load(*first, "4.pt")
     save(*first, "12.pt")
     assert first[0].steps == 12
+    saved = copy_of(first[1])
     first[0].detach()
     with pytest.raises(ValueError, match="taken off with detach"):
         load(*first, "8.pt")
@@ -1198,6 +1005,7 @@ def test_going_back_counts_no_step_twice_and_none_less(tmp_path, with_ledger):
     assert second[0].steps == executed + 4
     load(*second, "12.pt")  # of the other engine: whether its steps were counted is known with a ledger
     assert second[0].steps == executed + 4 + (0 if with_ledger else 12)
+    assert distance(list(second[1].parameters()), list(saved.parameters())) == 0 and not list(tmp_path.glob("*.tmp"))
 
 
 def test_resume_refuses_another_mechanism(tmp_path):

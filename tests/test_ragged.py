@@ -52,11 +52,7 @@ def sequences_collated(*, enforce_sorted):
 
 def bags_collated(examples):
     lengths = torch.tensor([len(x) for x, _ in examples])
-    return (
-        torch.tensor([y for _, y in examples]),
-        torch.cat([x for x, _ in examples]),
-        lengths.cumsum(0) - lengths,
-    )
+    return (torch.tensor([y for _, y in examples]), torch.cat([x for x, _ in examples]), lengths.cumsum(0) - lengths)
 
 
 def rows(kind):

@@ -8,13 +8,14 @@ from collections import Counter
 import dp_accounting as dp
 import numpy as np
 import pytest
+from mechanisms import flat_mechanism as mechanism
 from scipy import stats
 
 from dp_transformers.mechanism.accounting import compute_epsilon, event_epsilon
 from dp_transformers.mechanism.accounting.allocation import RandomAllocationDpEvent, allocation_losses
 from dp_transformers.mechanism.clipping_functions import FlatClipping
 from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.mechanism.noise import BandedInverseNoise, IndependentNoise
+from dp_transformers.mechanism.noise import BandedInverseNoise
 from dp_transformers.mechanism.sampling import BallsInBinsSampling, RandomAllocationSampling, Sampling
 from dp_transformers.mechanism.values import StepParameters
 from dp_transformers.reports.recompute import privacy_curve
@@ -30,15 +31,6 @@ def deltas(sigma, steps, epsilon, interval=None):
     """To remove the example, and to add it."""
     losses = allocation_losses(event(sigma, steps), interval or event(sigma, steps).interval)
     return losses._pmf_remove.get_delta_for_epsilon(epsilon), losses._pmf_add.get_delta_for_epsilon(epsilon)
-
-
-def mechanism(sampling, sigma, steps, **changes):
-    return Mechanism(
-        sampling=sampling, clipping=FlatClipping(1.0), noise=IndependentNoise(sigma), steps=steps, **changes
-    )
-
-
-# ---- the bound ----
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 5.0, 200.0])
@@ -134,8 +126,6 @@ def test_it_composes_with_other_events():
     assert 0.01 < curve.detection(0.01) < 0.04
 
 
-# ---- samplings ----
-
 FRESH, PERSISTENT = RandomAllocationSampling(2000, 20), BallsInBinsSampling(2000, 20)
 both = pytest.mark.parametrize("sampling", [FRESH, PERSISTENT], ids=["fresh", "persistent"])
 
@@ -212,9 +202,6 @@ def test_values(sampling):
 def test_what_cannot_be_is_refused(made, steps):
     with pytest.raises(ValueError, match="steps_per_pass must be an int from 1 to num_examples=100"):
         made(100, steps)
-
-
-# ---- audit ----
 
 
 @pytest.mark.parametrize("steps", [5, 12, 15], ids=["one pass", "stopped early", "three passes"])

@@ -34,19 +34,9 @@ import summarization
 import text_classification
 import token_classification
 import torch
+import transformers as hf
 from accelerate.commands import launch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    BertTokenizerFast,
-    EvalPrediction,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-)
 
 from dp_transformers import DPTrainer, FlatClipping, IndependentNoise, Mechanism, PoissonSampling
 from dp_transformers.cli.main import main as cli_main
@@ -108,9 +98,11 @@ def call(tmp_path, monkeypatch, capsys):
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("task")
     (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
-    BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
+    hf.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder / "model")
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    BertForSequenceClassification(BertConfig(vocab_size=5 + len(WORDS), **sizes)).save_pretrained(folder / "model")
+    hf.BertForSequenceClassification(hf.BertConfig(vocab_size=5 + len(WORDS), **sizes)).save_pretrained(
+        folder / "model"
+    )
     random.seed(0)
     with open(folder / "reviews.csv", "w", newline="") as file:
         writer = csv.writer(file)
@@ -134,17 +126,6 @@ def check_classifier(report, stdout, output_dir):
     for word in ("epsilon", "delta", "sigma", "(q)", "steps", "test accuracy", "majority baseline", str(output_dir)):
         assert word in stdout
     assert list(output_dir.glob("*model*.safetensors"))
-
-
-@pytest.mark.table("trainings")
-@pytest.mark.parametrize("flags", [["--full"], ["--head_only"], ["--noise_multiplier", "0"]], ids=lambda f: f[0])
-def test_own_model_and_csv(task, tmp_path, call, capsys, caplog, flags):
-    report = call(text_classification, *classifier_flags(task, tmp_path), *flags)
-    stdout = capsys.readouterr().out
-    check_classifier(report, stdout, tmp_path)
-    assert (report["lora_BA_norm"] is None) == ("--noise_multiplier" not in flags)
-    assert ("NOT PRIVATE" in stdout) == ("--noise_multiplier" in flags)
-    assert ("NOTHING IS PRIVATE" in caplog.text) == ("--noise_multiplier" in flags)
 
 
 @pytest.mark.table("trainings")
@@ -190,7 +171,7 @@ def test_twin_and_private_training_stand_beside_each_other(task, tmp_path, call,
 def test_ctrl_c_ends_in_one_line_with_the_way_out(task, tmp_path, call, monkeypatch, capsys, done, way_out):
     flags = [*classifier_flags(task, tmp_path), "--noise_multiplier", 1]
 
-    class Interrupt(TrainerCallback):
+    class Interrupt(hf.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == done:
                 raise KeyboardInterrupt
@@ -278,13 +259,13 @@ def llama_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def tiny_llama():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 3 + len(WORDS)}  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(bos_token_id=0, eos_token_id=1, tie_word_embeddings=True, **sizes))
+    return hf.LlamaForCausalLM(hf.LlamaConfig(bos_token_id=0, eos_token_id=1, tie_word_embeddings=True, **sizes))
 
 
 @pytest.fixture(scope="module")
@@ -305,35 +286,6 @@ def language(tmp_path_factory):
 def lm_flags(language, output_dir):
     return ["--model_name_or_path", language / "model", "--output_dir", output_dir, "--expected_batch_size", 20, "--target_delta", 1e-3,
             "--learning_rate", 0.05, "--max_grad_norm", 1, "--use_cpu"]  # fmt: skip
-
-
-@pytest.mark.table("trainings")
-@pytest.mark.parametrize("flags", [[], ["--full"], ["--noise_multiplier", "0"]], ids=lambda f: f[0] if f else "lora")
-def test_causal_lm_on_a_text_file(language, tmp_path, call, capsys, caplog, flags):
-    report = call(causal_lm, *lm_flags(language, tmp_path), "--train_file", language / "lines.txt", "--max_steps", 3, "--prompt", "the film",
-                  *flags)  # fmt: skip
-    assert report == json.loads((tmp_path / "privacy_report.json").read_text())
-    assert report["steps"] == 3
-    assert report["num_examples"] == 120  # blank lines are none, a fifth is held out
-    assert 1 < report["perplexity_after"] < 100
-    assert report["perplexity_after"] != report["perplexity_before"]
-    assert (report["lora_BA_norm"] is None) == (flags == ["--full"])
-    assert report["sample_after"].startswith("the film")
-    stdout = capsys.readouterr().out
-    assert ("NOT PRIVATE" in stdout) == ("--noise_multiplier" in flags)
-    assert ("NOTHING IS PRIVATE" in caplog.text) == ("--noise_multiplier" in flags)
-    for word in (
-        "epsilon",
-        "delta",
-        "sigma",
-        "(q)",
-        "perplexity before",
-        "perplexity after",
-        "30 held-out",
-        "sample after",
-        str(tmp_path),
-    ):
-        assert word in stdout
 
 
 @pytest.mark.table("trainings")
@@ -378,8 +330,8 @@ def test_causal_lm_split_over_processes(language, tmp_path, tp_size, fsdp_size):
     report = json.loads((tmp_path / "privacy_report.json").read_text())
     assert (report["num_examples"], report["steps"]) == (120, 2)
     assert report["perplexity_after"] != report["perplexity_before"]
-    saved = LlamaForCausalLM.from_pretrained(tmp_path)
-    before = LlamaForCausalLM.from_pretrained(language / "model")
+    saved = hf.LlamaForCausalLM.from_pretrained(tmp_path)
+    before = hf.LlamaForCausalLM.from_pretrained(language / "model")
     assert {p.shape for p in saved.parameters()} == {p.shape for p in tiny_llama().parameters()}
     # also what FSDP2 leaves whole after the evaluation before the training
     same = [name for name, p in saved.named_parameters() if torch.equal(p, before.get_parameter(name))]
@@ -410,34 +362,23 @@ def test_perplexity_is_over_all_tokens_and_blind_to_padding():
         ids, mask = torch.tensor([[*short, 1, 1], long]), torch.tensor([[1] * 4 + [0] * 2, [1] * 6])
         labels = ids.masked_fill(mask == 0, -100)
         sums = causal_lm.summed_losses(model(input_ids=ids, attention_mask=mask).logits, labels)
-    metrics = causal_lm.perplexity(EvalPrediction(predictions=sums.numpy(), label_ids=labels.numpy()))
+    metrics = causal_lm.perplexity(hf.EvalPrediction(predictions=sums.numpy(), label_ids=labels.numpy()))
     np.testing.assert_allclose(metrics["perplexity"], np.exp(sum(losses) / 8), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "flags", "message"),
-    [
+    ("name", "content", "flags", "message"), [
         ("rows.jsonl", '{"body": "good film"}', [], "no column 'text', only ['body']"),
-        (
-            "rows.jsonl",
-            '{"text": "good film"}',
-            ["--prompt_column", "question"],
-            "only ['text']: set --prompt_column.",
-        ),
+        ("rows.jsonl", '{"text": "good film"}', ["--prompt_column", "question"], "only ['text']: set --prompt_column."),
         ("rows.jsonl", '{"text": 3}', [], "column 'text' of the data ('train') holds no text"),
         ("rows.jsonl", '{"text": "good"}\n{"text": " "}', [], "has an empty text"),
         ("rows.jsonl", "{not json", [], "as json"),
-        (
-            "rows.jsonl",
-            '{"q": "the film was", "text": "good"}',
-            ["--prompt_column", "q", "--max_length", "4"],
-            "raise --max_length=4",
-        ),
+        ("rows.jsonl", '{"q": "the film was", "text": "good"}', ["--prompt_column", "q", "--max_length", "4"], "raise --max_length=4"),
         ("rows.parquet", "", [], ".csv, .json, .jsonl, .txt"),
         ("lines.txt", "\n\n", [], "the data ('train') has no rows"),
         (None, "", [], "there is no file"),
     ],
-)
+)  # fmt: skip
 def test_causal_lm_refuses_in_one_line(language, tmp_path, call, name, content, flags, message):
     train, held_out = tmp_path / (name or "nowhere.txt"), tmp_path / f"held_out_{name}"
     if name:
@@ -529,7 +470,7 @@ def test_f1_of_entities_and_its_baseline():
 
 
 def test_only_the_first_token_of_a_word_has_its_tag(task):
-    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    tokenizer = hf.AutoTokenizer.from_pretrained(task / "model")
     rows = datasets.Dataset.from_list([{"tokens": ["good", "film the", "was"], "tags": ["A", "B", "O"]}])
     data = datasets.DatasetDict(train=rows)
     args = token_classification.DataArguments(max_length=5)
@@ -541,7 +482,7 @@ def test_only_the_first_token_of_a_word_has_its_tag(task):
 
 
 def windows_of(task, max_windows):
-    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    tokenizer = hf.AutoTokenizer.from_pretrained(task / "model")
     text = "the film was the plot was the film was good"
     answers = {"text": ["good"], "answer_start": [text.index("good")]}
     rows = [{"question": "was", "context": text, "answers": answers}] * 3

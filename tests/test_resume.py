@@ -45,11 +45,10 @@ from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise
 from dp_transformers.mechanism.sampling import CyclicPoissonSampling, FixedOrderSampling
 from dp_transformers.noise.generators import Dither, GaussianNoise
 from dp_transformers.noise.streams import CorrelatedStream
-from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.runtime import distributed
 from dp_transformers.step import checkpoint
 from dp_transformers.step.checkpoint import STATE_NAME, PrivacyState
-from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
+from dp_transformers.step.ledger import Ledger, PrivacyStateError
 from dp_transformers.step.step import PrivateStep
 
 TARGET, DELTA, STEPS, ACCOUNTANT = 6.0, 1e-3, 16, "rdp"
@@ -558,20 +557,6 @@ def test_a_ledger_that_something_else_changes_ends_the_training(tmp_path, how, s
         build(DPTrainer, tmp_path, [Meddles(tmp_path, how, step)], max_steps=6).train()
 
 
-def test_newer_checkpoints_beside_it_tell_of_a_ledger_from_a_backup(tmp_path):
-    backup = {}
-
-    class Backup(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            backup.setdefault(LEDGER_NAME, (tmp_path / LEDGER_NAME).read_bytes())
-
-    build(DPTrainer, tmp_path, [Backup()], max_steps=9, save_total_limit=None).train()
-    (tmp_path / LEDGER_NAME).write_bytes(backup[LEDGER_NAME])
-    (tmp_path / CERTIFICATE_NAME).unlink()
-    with pytest.raises(PrivacyStateError, match="holds 3 steps of this run, which has executed 9 at least"):
-        build(DPTrainer, tmp_path, max_steps=9).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
 @pytest.mark.parametrize("name", ["sampling", "noise_multiplier", "run_id"])
 def test_what_the_checkpoint_says_wins_or_is_refused(trained, name):
     """Another sampling is refused, a sigma from the checkpoint is used from then on, and no step before counts by it;
@@ -658,20 +643,6 @@ def test_a_full_disk_says_what_is_counted_and_how_to_go_on(tmp_path, monkeypatch
 
 
 # ---- one writer ----
-
-
-def test_two_trainings_in_one_output_dir_are_refused(tmp_path):
-    holder, trainer = Ledger(tmp_path), build(DPTrainer, tmp_path)
-    start = [p.detach().clone() for p in trainer.model.parameters()]
-    holder.open()
-    try:
-        with pytest.raises(PrivacyStateError, match="another training is writing"):
-            trainer.train()
-    finally:
-        holder.close()
-    assert all(torch.equal(p, q) for p, q in zip(trainer.model.parameters(), start, strict=True))
-    trainer.train()  # the lock is free again
-    build(DPTrainer, tmp_path).train()
 
 
 def test_a_second_training_counts_what_another_process_added(tmp_path):

@@ -140,9 +140,7 @@ def test_the_budget_is_that_of_all_rows_of_a_person(tmp_path):
     """A target that was met for three rows together is not spent on one row after a resume."""
     spent = by_trainer(tmp_path, 4, False, target_epsilon=6.0, max_examples_per_person=3)
     assert spent.epsilon < 2.5 < 5.5 < spent.epsilon_per_person <= 6
-    with pytest.raises(
-        ValueError, match=r"(?s)all rows of one person \(max_examples_per_person=3\) is .* one more would exceed"
-    ):
+    with pytest.raises(ValueError, match=r"(?s)all rows of one person \(max_examples_per_person=3\) is "):
         by_trainer(tmp_path, 8, True, target_epsilon=6.0)
 
 

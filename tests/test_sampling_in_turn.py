@@ -1,18 +1,17 @@
 """Sampling in which examples take turns: who is drawn when, with stated power, and what it costs."""
 
-import itertools
 import math
 from collections import Counter
 
 import dp_accounting as dp
 import numpy as np
 import pytest
+from mechanisms import flat_mechanism as mechanism
+from mechanisms import taken
 from scipy import stats
 
 from dp_transformers.mechanism.accounting import PrivacyAccountant, compute_epsilon, event_epsilon
-from dp_transformers.mechanism.clipping_functions import FlatClipping
-from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.mechanism.noise import IndependentNoise
+from dp_transformers.mechanism.mechanism import PrivacyUnit
 from dp_transformers.mechanism.sampling import (
     CyclicPoissonSampling,
     DrawSampler,
@@ -25,16 +24,6 @@ from dp_transformers.mechanism.values import StepParameters
 DELTA = 1e-5
 CYCLIC = CyclicPoissonSampling(2000, 100, min_separation=5)
 FIXED = FixedOrderSampling(103, 20)
-
-
-def taken(sampling, steps, seed=0, first_step=0):
-    """(steps, N): who takes part."""
-    draws = itertools.islice(sampling.draws(np.random.default_rng(seed), first_step), steps)
-    rows = np.zeros((steps, sampling.num_examples), bool)
-    for row, indices in zip(rows, draws, strict=True):
-        assert len(set(indices.tolist())) == len(indices)
-        row[indices] = True
-    return rows
 
 
 def least_separation(rows):
@@ -103,30 +92,23 @@ def test_every_example_is_as_often_at_every_place_of_the_order():
     assert np.abs(together - chance).max() < 5.5 * math.sqrt(chance / 3000)
 
 
-# ---- what it costs ----
-
-
-def mechanism(sampling, steps, sigma=1.0, **changes):
-    return Mechanism(
-        sampling=sampling, clipping=FlatClipping(1.0), noise=IndependentNoise(sigma), steps=steps, **changes
-    )
-
-
 def test_cyclic_costs_poisson_sampling_from_a_group():
     for steps, turns in ((1, 1), (5, 1), (6, 2), (400, 80)):
-        assert mechanism(CYCLIC, steps).epsilon(DELTA) == compute_epsilon(1.0, 0.25, turns, DELTA)
+        assert mechanism(CYCLIC, 1.0, steps).epsilon(DELTA) == compute_epsilon(1.0, 0.25, turns, DELTA)
     one_group = CyclicPoissonSampling(2000, 100, 1)
-    assert mechanism(one_group, 30).epsilon(DELTA) == mechanism(PoissonSampling(2000, 100), 30).epsilon(DELTA)
+    assert mechanism(one_group, 1.0, 30).epsilon(DELTA) == mechanism(PoissonSampling(2000, 100), 1.0, 30).epsilon(
+        DELTA
+    )
 
 
 def test_a_fixed_order_costs_full_batches():
     for steps, turns in ((1, 1), (5, 1), (6, 2), (30, 6)):
-        made = mechanism(FIXED, steps, 2.0)
+        made = mechanism(FIXED, 2.0, steps)
         assert made.epsilon(DELTA) == compute_epsilon(2.0, 1.0, turns, DELTA)
         closed_form = dp.get_epsilon_gaussian(2.0 / math.sqrt(turns), DELTA)
         assert made.epsilon(DELTA) == pytest.approx(closed_form, rel=1e-9)
         assert made.epsilon(DELTA, accountant="rdp") >= closed_form
-    found = mechanism(FIXED, 30).calibrated(target_epsilon=2.0, target_delta=DELTA)
+    found = mechanism(FIXED, 1.0, 30).calibrated(target_epsilon=2.0, target_delta=DELTA)
     assert 1.998 < found.epsilon(DELTA) <= 2.0
 
 
@@ -161,7 +143,7 @@ def test_nulling_an_example_moves_a_sum_as_adding_it_does():
 def test_values(sampling):
     assert Sampling.from_dict(sampling.to_dict()) == sampling
     with pytest.raises(ValueError, match="no bound for groups of 3 rows"):
-        mechanism(sampling, 5, unit=PrivacyUnit(3))
+        mechanism(sampling, 1.0, 5, unit=PrivacyUnit(3))
 
 
 @pytest.mark.parametrize(
@@ -179,9 +161,6 @@ def test_values(sampling):
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# ---- why steps that are random themselves have a min_separation of 1 ----
 
 
 def test_noise_hides_less_which_step_an_example_chose():

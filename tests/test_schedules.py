@@ -19,12 +19,10 @@ from test_mechanism_in_loops import (
     EXPECTED,
     LOOPS,
     STEPS,
-    Stop,
-    by_engine,
     by_trainer,
     mechanism,
-    step_through,
     train,
+    train_and_resume,
 )
 
 from dp_transformers import PerExampleClipper, compute_epsilon
@@ -48,7 +46,7 @@ from dp_transformers.mechanism.schedules import (
     StepSchedule,
 )
 from dp_transformers.mechanism.values import StepParameters
-from dp_transformers.step.ledger import LEDGER_NAME, Ledger
+from dp_transformers.step.ledger import LEDGER_NAME
 
 pytestmark = pytest.mark.halved
 
@@ -59,9 +57,6 @@ ALL = mechanism(
     clipping=ScheduledClipping(FlatClipping(0.7), ExponentialSchedule(0.1, STEPS)),
     noise=ScheduledNoise(4.0, StepSchedule(0.5, 4)),
 )
-
-
-# ---- the values ----
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.kind)
@@ -119,9 +114,6 @@ def test_draws_have_the_rate_of_their_step():
         assert column.var() == pytest.approx(30 * rate * (1 - rate), rel=0.15)
 
 
-# ---- what they cost ----
-
-
 def epsilon_of(steps, given=ALL):
     accountant = PrivacyAccountant()
     for used in map(given.at, steps):
@@ -150,9 +142,6 @@ def test_correlated_noise_keeps_its_bound():
             noise=BandedNoise(1.0, (0.8, 0.6)),
             clipping=ScheduledClipping(FlatClipping(1.0), LinearSchedule(0.5, 10)),
         )
-
-
-# ---- clipping while the bound moves ----
 
 
 @pytest.mark.parametrize(
@@ -187,9 +176,6 @@ def test_sensitivity_in_200_adversarial_batches_while_the_bound_moves(function):
     assert longest >= 0.98
 
 
-# ---- both loops ----
-
-
 @pytest.mark.parametrize("loop", LOOPS)
 def test_each_step_clips_noises_and_divides_by_its_own(tmp_path, loop, monkeypatch):
     """One example is in every draw, and is longer than every bound."""
@@ -219,44 +205,9 @@ class ShiftingBySchedule(ScheduledNoise):
 @pytest.mark.filterwarnings("ignore:dp_seed")
 def test_what_ran_is_accounted_for_across_resume(tmp_path, loop):
     """The second run goes on with the step of the checkpoint; what the first took after it counts too."""
-    if loop == "trainer":
-        by_trainer(tmp_path, ALL, Stop(8)).train()
-        trainer = by_trainer(tmp_path, ALL, ignore_data_skip=True)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-        spent, run_id = trainer.privacy_spent(), trainer._run.state.run_id
-    else:
-        engine, model, optimizer, loader = by_engine(ALL, folder=tmp_path)
-        step_through(model, optimizer, loader, 3)
-        engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
-        step_through(model, optimizer, loader, 5)
-        engine.detach()
-        engine, model, optimizer, loader = by_engine(ALL, folder=tmp_path)
-        engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
-        step_through(model, optimizer, loader, STEPS - 3)
-        assert engine._loop.step.clipping == ALL.clipping.at(STEPS - 1)
-        engine.detach()
-        spent, run_id = engine.privacy_spent(DELTA), engine._loop.run.state.run_id
+    spent, said = train_and_resume(loop, tmp_path, ALL)
     assert spent.epsilon == epsilon_of([*range(8), *range(3, STEPS)])
-    assert Ledger(tmp_path).segments(run_id) == [Counter(map(ALL.at, range(8))), Counter(map(ALL.at, range(3, STEPS)))]
-
-
-def test_a_draw_that_is_left_out_would_shift_the_schedule():
-    """Less noise of later steps would come sooner than the budget expects."""
-    assert ALL.needs_every_draw and not mechanism().needs_every_draw
-    engine, model, optimizer, loader = by_engine(ALL)
-    for number, (x, y) in enumerate(loader):
-        if number == 1:
-            engine.drop_draw()
-            continue
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        if number == 0:
-            optimizer.step()
-            continue
-        with pytest.raises(ValueError, match=r"draws 1 to 1 were left out.*without a schedule"):
-            optimizer.step()
-        break
-    engine.drop_draw()
-    engine.detach()
+    assert said == [Counter(map(ALL.at, range(8))), Counter(map(ALL.at, range(3, STEPS)))]
 
 
 def test_a_schedule_that_leaves_the_data_set_is_refused_before_training(tmp_path):

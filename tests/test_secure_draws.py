@@ -5,14 +5,9 @@ from itertools import islice
 
 import numpy as np
 import pytest
-import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from test_mechanism_in_loops import EXPECTED, LOOPS, N, by_trainer, mechanism
-from test_resume import Classifier, rows
-from torch import nn
-from torch.utils.data import DataLoader
+from test_mechanism_in_loops import EXPECTED, LOOPS, N, by_engine, by_trainer, mechanism, step_through
 
-from dp_transformers import PrivacyEngine
 from dp_transformers.mechanism import keystream, sampling
 from dp_transformers.mechanism.keystream import chacha20, secure_generator
 from dp_transformers.mechanism.sampling import (
@@ -126,14 +121,8 @@ def test_both_loops_draw_as_they_are_told(tmp_path, monkeypatch, loop, secure):
         trainer.train()
         assert trainer.privacy_spent().steps == 2
     else:
-        model, engine = Classifier(), PrivacyEngine(secure_rng=secure)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = DataLoader([(torch.tensor(row["x"]), row["labels"]) for row in rows()], EXPECTED)
-        *_, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=data, mechanism=mechanism())
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+        engine, *loop = by_engine(mechanism(), secure=secure)
+        step_through(*loop, N // EXPECTED)
         assert engine.steps == N // EXPECTED
         engine.detach()
     assert len(made) == secure

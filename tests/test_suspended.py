@@ -113,9 +113,6 @@ def test_the_clipped_sum_outlives_the_block():
     torch.testing.assert_close(flat(model), start - 0.5 * expected)
 
 
-# ---- no gradient without noise reaches the private parameters ----
-
-
 def stepped(model, generator_optimizer, optimizer, how):
     if how == "the private optimizer":
         optimizer.step()

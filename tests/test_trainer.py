@@ -13,23 +13,16 @@ import numpy as np
 import peft
 import pytest
 import torch
+import transformers as hf
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import TorchDynamoPlugin
+from chats import Sums as Grads
 from datasets import Dataset
-from models import DeepSpeedEngine, build, losses_function
+from models import build, losses_function
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import IterableDataset, Subset
-from transformers import (
-    BertConfig,
-    BertForPreTraining,
-    EarlyStoppingCallback,
-    T5Config,
-    T5ForConditionalGeneration,
-    TrainerCallback,
-    TrainingArguments,
-)
 from transformers.optimization import GreedyLR
 
 from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
@@ -84,16 +77,6 @@ def trainer_for(folder, model=None, data=None, callbacks=(), eval_data=None, **c
     return DPTrainer(
         model or build("bert"), arguments(folder, **changes), collate, data or dataset(), eval_data, callbacks=list(callbacks),
     )  # fmt: skip
-
-
-class Grads(TrainerCallback):
-    """What the optimizer is given, step by step."""
-
-    def __init__(self):
-        self.steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append([p.grad.clone() for p in trainable(model)])
 
 
 @pytest.fixture
@@ -225,23 +208,6 @@ def test_empty_draws_are_noised_and_counted(tmp_path, draws):
     assert trainer.privacy_spent().steps == trainer.state.global_step == 25
 
 
-def test_a_poisoned_example_leaves_training_alone(tmp_path):
-    model = build("bert")
-
-    def poison(out, y):
-        return torch.where(y == 2, torch.nan, 1.0) * nn.functional.cross_entropy(out.logits, y, reduction="none")
-
-    DPTrainer(
-        model,
-        arguments(tmp_path, noise_multiplier=0.0, self_check=False),
-        collate,
-        dataset(),
-        per_example_loss_func=poison,
-    ).train()
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert distance(trainable(model), trainable(build("bert"))) > 0
-
-
 # ---- the count ----
 
 
@@ -295,7 +261,7 @@ def test_resume_counts_every_executed_step_and_refreshes_the_secrets(tmp_path):
     """Killed after step 6, resumed from step 4: steps 5 and 6 were released, and count; their draws and noise do not
     come back."""
 
-    class Kill(TrainerCallback):
+    class Kill(hf.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 6:
                 raise KeyboardInterrupt
@@ -341,7 +307,7 @@ def test_training_stops_before_the_step_that_would_exceed_the_budget(tmp_path, c
     assert (tmp_path / "checkpoint-7" / STATE_NAME).exists()
 
 
-STOPS = EarlyStoppingCallback(early_stopping_patience=1)
+STOPS = hf.EarlyStoppingCallback(early_stopping_patience=1)
 FOLLOWS = [  # arguments, callbacks, and what follows the metrics of evaluation
     ({"lr_scheduler_type": "reduce_lr_on_plateau"}, [], "the learning rate"),
     ({"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1}, [], "the best checkpoint"),
@@ -444,7 +410,7 @@ class Stream(IterableDataset):
 
 def test_bad_input_is_refused_at_construction(tmp_path):
     with pytest.raises(ValueError, match=r"DPTrainingArguments\(output_dir=.*target_delta"):
-        DPTrainer(build("bert"), TrainingArguments(str(tmp_path)), collate, dataset())
+        DPTrainer(build("bert"), hf.TrainingArguments(str(tmp_path)), collate, dataset())
     with pytest.raises(ValueError, match="got NoneType"):
         DPTrainer(build("bert"), None, collate, dataset())
     with pytest.raises(ValueError, match="Stream without random access"):
@@ -461,7 +427,7 @@ def test_bad_input_is_refused_at_construction(tmp_path):
         DPTrainer(build("bert"), arguments(tmp_path), collate, dataset(), compute_loss_func=lambda *a, **k: None)
     with pytest.raises(ValueError, match="BertForPreTraining"):
         sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}  # fmt: skip
-        trainer_for(tmp_path, model=BertForPreTraining(BertConfig(**sizes)))
+        trainer_for(tmp_path, model=hf.BertForPreTraining(hf.BertConfig(**sizes)))
     with pytest.raises(ValueError, match="BatchNorm1d"):
         model = build("bert")
         model.classifier = nn.Sequential(nn.BatchNorm1d(32), model.classifier)
@@ -595,52 +561,6 @@ def test_output_dir_of_an_earlier_run_is_pointed_out(trained, caplog):
 # ---- what reaches the step by other ways ----
 
 
-def padded(rows, side="right", longest=None):
-    """Collated with the pad token 0 on this side, to the longest or to a fixed length."""
-    if isinstance(rows[0]["input_ids"][0], list):  # one text for each choice
-        choices = padded([{"input_ids": ids} for r in rows for ids in r["input_ids"]], side, longest)
-        batch = {name: x.unflatten(0, (len(rows), -1)) for name, x in choices.items()}
-        return batch | {"labels": torch.tensor([r["labels"] for r in rows])}
-    longest = longest or max(len(r["input_ids"]) for r in rows)
-
-    def pad(ids, value):
-        padding = [value] * (longest - len(ids))
-        return ids + padding if side == "right" else padding + ids
-
-    batch = {"input_ids": [pad(r["input_ids"], 0) for r in rows], "attention_mask": [pad([1] * len(r["input_ids"]), 0) for r in rows]}  # fmt: skip
-    for name in rows[0].keys() - {"input_ids"}:
-        batch[name] = [
-            pad(r[name], -100) if isinstance(r[name], list) and isinstance(r[name][0], int) else r[name] for r in rows
-        ]
-    return {name: torch.tensor(x) for name, x in batch.items()}
-
-
-@pytest.mark.parametrize("made", [False, True])  # by the collator, or from the labels
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_targets_padded_on_the_left_are_refused(tmp_path, side, made):
-    """Nothing masks what a decoder is given in their place, so the longest target of the batch decides how much of it
-    there is."""
-    sizes = {"vocab_size": 1000, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).train()
-    data = [{"input_ids": [5, i, 7], "labels": list(range(5, 8 + i % 4))} for i in range(N)]
-
-    def collator(rows):
-        targets = padded([{"input_ids": r["labels"]} for r in rows], side)
-        batch = padded([{"input_ids": r["input_ids"]} for r in rows])
-        batch["labels"] = targets["input_ids"].masked_fill(targets["attention_mask"] == 0, -100)
-        made_ids = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-        return batch | {"decoder_input_ids": made_ids} if made else batch
-
-    trainer = DPTrainer(model, arguments(tmp_path, max_steps=1, self_check=True), collator, data)
-    if side != "left":
-        trainer.train()
-        assert trainer.privacy_spent().steps == 1
-        return
-    with pytest.raises(ValueError, match="targets were padded on the left"):
-        trainer.train()
-    assert trainer.privacy_spent().steps == 0
-
-
 def test_an_optimizer_that_misses_trained_parameters_is_refused(tmp_path):
     model = build("bert")
     optimizer = torch.optim.SGD(model.classifier.parameters(), lr=0.1)
@@ -651,7 +571,7 @@ def test_an_optimizer_that_misses_trained_parameters_is_refused(tmp_path):
 
 
 def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
-    class GoOn(TrainerCallback):
+    class GoOn(hf.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = False
 
@@ -663,74 +583,24 @@ def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
     assert trainer.privacy_spent().steps == 3
 
 
-def test_what_the_environment_adds_is_refused(tmp_path, monkeypatch):
-    args = arguments(tmp_path)
-    args.set_training(gradient_accumulation_steps=4, batch_size=5, learning_rate=0.1)
-    with pytest.raises(
-        ValueError, match=r"gradient accumulation is switched on.*accelerate's.*set gradient_accumulation_steps to 1"
-    ):
-        DPTrainer(build("bert"), args, collate, dataset())
+LAUNCHED = {  # what a launcher sets on the trainer, or its accelerator
+    "gradient accumulation is switched on.*accelerate's.*set gradient_accumulation_steps to 1": lambda made: made.args.set_training(gradient_accumulation_steps=4, batch_size=5, learning_rate=0.1),
+    r"2 devices in one process.*one process per device \(accelerate launch or torchrun\)": lambda made: setattr(made.args, "_n_gpu", 2),
+    "context or sequence parallelism is switched on.*use tensor parallelism or FSDP2": lambda made: setattr(made.accelerator.state, "parallelism_config", ParallelismConfig(cp_size=2)),
+    "DeepSpeed is switched on.*use FSDP2, or DDP": lambda made: setattr(made, "is_deepspeed_enabled", True),
+    "dynamo_backend.* is switched on.*set dynamo_backend to 'no'": lambda made: setattr(made.accelerator.state, "dynamo_plugin", TorchDynamoPlugin(backend="eager")),
+}  # fmt: skip
 
-    args = arguments(tmp_path)
-    args._n_gpu = 2
-    with pytest.raises(
-        ValueError, match=r"2 devices in one process.*one process per device \(accelerate launch or torchrun\)"
-    ):
-        DPTrainer(build("bert"), args, collate, dataset())
 
-    class LaunchedWithContextParallelism(DPTrainer):
+@pytest.mark.parametrize("message", LAUNCHED)
+def test_what_the_environment_adds_is_refused(tmp_path, message):
+    class Launched(DPTrainer):
         def create_accelerator_and_postprocess(self):
             super().create_accelerator_and_postprocess()
-            self.accelerator.state.parallelism_config = ParallelismConfig(cp_size=2)
+            LAUNCHED[message](self)
 
-    with pytest.raises(
-        ValueError, match="context or sequence parallelism is switched on.*use tensor parallelism or FSDP2"
-    ):
-        LaunchedWithContextParallelism(build("bert"), arguments(tmp_path), collate, dataset())
-
-    class LaunchedWithDeepSpeed(DPTrainer):
-        def create_accelerator_and_postprocess(self):
-            super().create_accelerator_and_postprocess()
-            self.is_deepspeed_enabled = True
-
-    with pytest.raises(ValueError, match="DeepSpeed is switched on.*use FSDP2, or DDP"):
-        LaunchedWithDeepSpeed(build("bert"), arguments(tmp_path), collate, dataset())
-
-    class LaunchedWithCompilation(DPTrainer):
-        def create_accelerator_and_postprocess(self):
-            super().create_accelerator_and_postprocess()
-            self.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="eager")
-
-    with pytest.raises(ValueError, match="dynamo_backend.* is switched on.*set dynamo_backend to 'no'"):
-        LaunchedWithCompilation(build("bert"), arguments(tmp_path), collate, dataset())
-    with pytest.raises(ValueError, match="model is a DeepSpeedEngine.*bare module"):
-        DPTrainer(DeepSpeedEngine(build("bert")), arguments(tmp_path), collate, dataset())
-
-    class Own(DPTrainer):
-        def compute_loss(self, *args, **kwargs):
-            raise AssertionError
-
-    with pytest.raises(ValueError, match=r"Own overrides compute_loss.*Delete Own.compute_loss\.$"):
-        Own(build("bert"), arguments(tmp_path), collate, dataset())
-
-
-def test_heads_without_a_loss_of_their_own_evaluate_too(tmp_path):
-    """A model that never returns a loss, with more labels than token types, trained and evaluated with
-    per_example_loss_func."""
-
-    class Logits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bert = build("bert")
-
-        def forward(self, input_ids, attention_mask):
-            return self.bert(input_ids=input_ids, attention_mask=attention_mask)
-
-    loss = lambda out, y: nn.functional.cross_entropy(out.logits, y, reduction="none")  # noqa: E731
-    args = arguments(tmp_path, remove_unused_columns=False)
-    trainer = DPTrainer(Logits(), args, collate, dataset(), dataset(9, seed=1), per_example_loss_func=loss)
-    trainer.train()
-    assert math.isfinite(trainer.evaluate()["eval_loss"])
+    with pytest.raises(ValueError, match=message):
+        Launched(build("bert"), arguments(tmp_path), collate, dataset())
 
 
 def test_a_step_that_is_cut_off_leaves_no_gradient_without_noise(tmp_path):
@@ -755,3 +625,15 @@ def test_models_that_are_split_while_they_load_need_a_trainer_that_knows(tmp_pat
     trainer.model._device_mesh = object()
     with pytest.raises(ValueError, match=r"while it loads \(DistributedConfig\).*install transformers>=5.19"):
         refuse_settings(trainer)
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_arguments_that_are_set_later_change_nothing(tmp_path, caplog):
+    trainer = trainer_for(tmp_path, max_steps=1, self_check=True)
+    trainer.args.dp_seed, trainer.args.self_check, trainer.args.secure_rng = 5, False, True
+    trainer.args.expected_batch_size += 1
+    trainer.train()
+    told = [record.message for record in caplog.records if "after the trainer was made" in record.message]
+    assert [text.split()[0] for text in told] == ["dp_seed", "expected_batch_size", "secure_rng", "self_check"]
+    assert trainer.privacy_spent().private and trainer._run.dp_seed is None and trainer._run.verified
+    assert not trainer._training.secure

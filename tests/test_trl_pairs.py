@@ -67,9 +67,6 @@ def test_every_loss_is_that_of_trl(tmp_path, name):
         assert distance(found, expected) <= 1e-5 * length(expected)
 
 
-# ---- where the reference comes from ----
-
-
 def adapted(name="default"):
     """A model with an adapter that was trained before."""
     torch.manual_seed(5)
@@ -108,9 +105,6 @@ def test_an_adapter_that_is_its_own_reference_is_checked_once(tmp_path, caplog):
     assert "checked again" not in caplog.text
 
 
-# ---- a preference is the unit ----
-
-
 @pytest.mark.parametrize("kind", ["dpo", "reward"])
 def test_neighbours_differ_by_one_preference(tmp_path, kind):
     make = partial(dpo, *BOTH[0]) if kind == "dpo" else partial(reward, DPRewardTrainer, DPRewardConfig)
@@ -124,9 +118,6 @@ def test_a_batch_has_one_row_for_each_preference(tmp_path):
     for name, x in theirs.items():
         assert torch.equal(ours[name][:, 0], x[:3]) and torch.equal(ours[name][:, 1], x[3:])
     assert ours["input_ids"].shape[:2] == (3, 2)
-
-
-# ---- reward models ----
 
 
 def reward(cls, config, folder, lora=False, margins=False, **changes):
@@ -144,9 +135,6 @@ def test_reward_models_are_one_preference_at_a_time(tmp_path, mode, lora):
     changes = {"center_rewards_coefficient": 0.1, "margins": mode != "ghost", "lora": lora, "max_grad_norm": 0.02}
     private = reward(DPRewardTrainer, DPRewardConfig, tmp_path, clipping_mode=mode, self_check=True, **changes)
     assert_exact(private, reward(RewardTrainer, RewardConfig, tmp_path, **changes))
-
-
-# ---- refusals, and a whole training ----
 
 
 @pytest.mark.parametrize("kind", ["aot", "aot_unpaired"])

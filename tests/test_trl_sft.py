@@ -5,28 +5,17 @@ import sys
 
 import pytest
 import torch
+import transformers as hf
 import trl
-from chats import FOR_NEIGHBOURS, StopAt, arguments_of, assert_exact, assert_neighbours, model, rows, tokenizer
+from chats import FOR_NEIGHBOURS, arguments_of, assert_exact, assert_neighbours, model, rows, tokenizer
 from datasets import Dataset
 from models import VOCABULARY
 from oracle import trainable
 from peft import LoraConfig
 from PIL import Image
-from transformers import (
-    CLIPImageProcessorPil,
-    CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Trainer,
-)
 from trl import SFTConfig, SFTTrainer
 
 from dp_transformers import DPSFTConfig, DPSFTTrainer, DPTrainerMixin
-from dp_transformers.reports import certificate
 from dp_transformers.trainer.refused import refuse_other_trainers
 from dp_transformers.trl.sft import one_image_each
 
@@ -90,9 +79,6 @@ def test_neighbours_differ_by_one_row(tmp_path, data, lora):
     )
 
 
-# ---- defaults, and what is refused ----
-
-
 def test_the_defaults_are_those_of_trl(tmp_path):
     """But for the privacy parameters, and what the private arguments set themselves."""
     private = DPSFTConfig(
@@ -124,7 +110,7 @@ def test_settings_that_join_or_compare_rows_are_refused(tmp_path, changes, messa
 def mixtral():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     more = {"vocab_size": VOCABULARY, "intermediate_size": 16, "num_local_experts": 2, "pad_token_id": 0}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **more))
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**sizes, **more))
 
 
 def test_a_model_whose_router_is_trained_on_the_batch_is_refused(tmp_path):
@@ -138,25 +124,25 @@ def processor_of_images():
     tok = tokenizer()
     tok.add_special_tokens({"additional_special_tokens": ["<image>"]})
     size = {"height": 8, "width": 8}
-    images = CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
+    images = hf.CLIPImageProcessorPil(size=size, crop_size=size, do_center_crop=False)
     template = (
         "{% for m in messages %}<{{ m.role }}> {% for c in m.content %}"
         "{% if c.type == 'image' %}<image> {% else %}{{ c.text }} {% endif %}{% endfor %}<end> {% endfor %}"
         "{% if add_generation_prompt %}<assistant> {% endif %}"
     )
     settings = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "full"}
-    return LlavaProcessor(images, tok, chat_template=template, **settings)
+    return hf.LlavaProcessor(images, tok, chat_template=template, **settings)
 
 
 def llava():
     torch.manual_seed(0)
     widths = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     tok = processor_of_images().tokenizer
-    config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**widths, image_size=8, patch_size=4), text_config=LlamaConfig(vocab_size=len(tok), **widths),
+    config = hf.LlavaConfig(
+        vision_config=hf.CLIPVisionConfig(**widths, image_size=8, patch_size=4), text_config=hf.LlamaConfig(vocab_size=len(tok), **widths),
         image_token_index=tok.convert_tokens_to_ids("<image>"), vision_feature_select_strategy="full", vision_feature_layer=-2,
     )  # fmt: skip
-    return LlavaForConditionalGeneration(config)
+    return hf.LlavaForConditionalGeneration(config)
 
 
 def rows_with_images(count=lambda i: 1):
@@ -212,7 +198,7 @@ def test_a_processor_that_joins_all_images_is_refused():
 @pytest.mark.parametrize("name", ["KTOTrainer", "GRPOTrainer", "RLOOTrainer"])
 def test_trainers_that_compare_rows_cannot_be_derived_from(name):
     """Not all of them can be imported everywhere, as they need more than TRL."""
-    base = trl.KTOTrainer if name == "KTOTrainer" else type(name, (Trainer,), {"__module__": "trl.trainer"})
+    base = trl.KTOTrainer if name == "KTOTrainer" else type(name, (hf.Trainer,), {"__module__": "trl.trainer"})
     with pytest.raises(TypeError, match=rf"{name} of TRL cannot be made private \(Mine tries to\).*DPDPOTrainer"):
         type("Mine", (DPTrainerMixin, base), {})
 
@@ -221,9 +207,6 @@ def test_without_trl_the_error_names_the_extra():
     code = "import sys; sys.modules['trl'] = None\nimport importlib.util\nfrom dp_transformers import *\nimport dp_transformers\ndp_transformers.DPSFTTrainer"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert 'pip install "dp-finetune[trl]"' in found.stderr.splitlines()[-1]
-
-
-# ---- a whole training ----
 
 
 def test_logs_tell_nothing_of_private_batches(tmp_path):
@@ -243,26 +226,6 @@ def test_logs_tell_nothing_of_private_batches(tmp_path):
     plain = SFTTrainer(trainer.model, arguments(tmp_path, SFTConfig), train_dataset=rows("chat"), eval_dataset=rows("chat", (4, 6)),
                        processing_class=tokenizer())  # fmt: skip
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
-
-
-def test_a_resumed_training_goes_on_and_its_card_and_certificate_say_so(tmp_path):
-    def trainer(steps):
-        args = arguments(
-            tmp_path, target_epsilon=20.0, noise_multiplier=None, dp_seed=None, max_steps=4, save_strategy="steps", save_steps=2,
-        )  # fmt: skip
-        peft_config = LoraConfig(r=2, target_modules=["q_proj"])
-        made = DPSFTTrainer(model(), args, train_dataset=rows("prompt-completion"), processing_class=tokenizer(), peft_config=peft_config)  # fmt: skip
-        made.add_callback(StopAt(steps))
-        return made
-
-    trainer(2).train()
-    resumed = trainer(None)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.privacy_spent().steps == 4 and 0 < resumed.privacy_spent().epsilon <= 20.0
-    card = (tmp_path / "README.md").read_text()
-    assert "## Privacy" in card and "trl" in card
-    (run,) = certificate.read(tmp_path)["runs"]
-    assert run["steps"] == 4
 
 
 @pytest.mark.parametrize("name", ["SFT", "DPO", "Reward"])

@@ -5,28 +5,21 @@ import math
 
 import numpy as np
 import pytest
+from mechanisms import flat_mechanism as mechanism
+from mechanisms import taken
 from scipy import stats
 
 from dp_transformers.mechanism.accounting import compute_epsilon
 from dp_transformers.mechanism.clipping_functions import FlatClipping
 from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit
-from dp_transformers.mechanism.noise import BandedInverseNoise, IndependentNoise
+from dp_transformers.mechanism.noise import BandedInverseNoise
 from dp_transformers.mechanism.sampling import PoissonSampling, Sampling, TruncatedPoissonSampling
 
 DELTA = 1e-5
 
 
-def mechanism(sampling, sigma, steps, **changes):
-    return Mechanism(
-        sampling=sampling, clipping=FlatClipping(1.0), noise=IndependentNoise(sigma), steps=steps, **changes
-    )
-
-
 def epsilon(examples, batch, cap, sigma, steps, relation="replace_special"):
     return mechanism(TruncatedPoissonSampling(examples, batch, cap, relation), sigma, steps).epsilon(DELTA)
-
-
-# ---- what it costs: values of dp_accounting's own accountant on its finest grid ----
 
 
 @pytest.mark.parametrize(
@@ -92,18 +85,6 @@ def test_a_cap_that_costs_is_warned_of(tmp_path, caplog):
         assert "replacing it by a row without gradient (not N)" in caplog.text and "truncated_poisson" in caplog.text
 
 
-# ---- who is drawn ----
-
-
-def taken(sampling, steps, seed=0):
-    """(steps, N)"""
-    rows = np.zeros((steps, sampling.num_examples), bool)
-    for row, indices in zip(rows, sampling.draws(np.random.default_rng(seed), 0), strict=False):
-        assert len(set(indices.tolist())) == len(indices)
-        row[indices] = True
-    return rows
-
-
 def sizes(sampling):
     """The probabilities of 0, 1, ..., cap."""
     chances = stats.binom.pmf(np.arange(sampling.cap + 1), sampling.num_examples, sampling.sample_rate)
@@ -151,9 +132,6 @@ def test_values():
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# ---- audit ----
 
 
 def estimates(sampling, sigma, steps, others, epsilons, runs=4000):

@@ -21,20 +21,6 @@ from dp_transformers.checks.validation import longest_input, validate_model
 pytestmark = pytest.mark.halved
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
-def test_modules_that_keep_private_data_without_noise_are_named():
-    frozen = nn.Embedding(5, 3, max_norm=1.0).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'0' is an Embedding with max_norm"):
-        validate_model(nn.Sequential(frozen, nn.Linear(3, 2)))
-    with pytest.raises(ValueError, match=r"'1' is an InstanceNorm1d with running statistics"):
-        validate_model(nn.Sequential(nn.Linear(3, 2), nn.InstanceNorm1d(2, track_running_stats=True)))
-    in_place = nn.Sequential(nn.Linear(3, 2))
-    in_place[0].compile()
-    for compiled in (torch.compile(nn.Linear(3, 2)), in_place):
-        with pytest.raises(ValueError, match=r"compiled by torch.compile.*_orig_mod.*_compiled_call_impl = None"):
-            validate_model(compiled)
-
-
 class NllbMoeTop2Router(nn.Linear):
     """A stand-in with the name of the one in transformers."""
 
@@ -203,9 +189,6 @@ def test_longest_input():
     assert longest_input(CLIPModel(CLIPConfig(text_config=texts, vision_config=images))) == 20  # 5 patches
     pages = LayoutLMConfig(**texts, max_2d_position_embeddings=8, type_vocab_size=2)
     assert longest_input(LayoutLMModel(pages)) == 20
-
-
-# ---- validators and fixers of users ----
 
 
 def test_a_validator_of_one_s_own():

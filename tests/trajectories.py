@@ -44,9 +44,6 @@ RANKS = 2
 PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
 
 
-# ---- models and data ----
-
-
 class Recurrent(nn.Module):
     """An LSTM over ids of one length, and a classifier of its mean state."""
 
@@ -134,9 +131,6 @@ FOLLOW = ("book_keeping", "per_sample")  # modes that clip during somebody else'
 MODES = ("book_keeping", "ghost", "fast_gradient", "per_sample")
 
 
-# ---- the two loops ----
-
-
 @dataclass
 class Trajectory:
     """All trainable parameters, flat, before the first step and after each; with the norms of all examples where the
@@ -221,9 +215,6 @@ def run(loop: str, mode: str, task: str) -> Trajectory:
     """The trajectory of a cell, on one thread; made once in each process."""
     assert torch.get_num_threads() == 1
     return LOOPS[loop](TASKS[task], mode)
-
-
-# ---- pins ----
 
 
 def name_of(cell: tuple[str, str, str], ranks: int = 1) -> str:

@@ -24,78 +24,27 @@ DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 ZOO: dict[str, tuple[type, type, dict]] = {
     "BERT": (hf.BertForMaskedLM, hf.BertConfig, TEXT | NO_DROPOUT),
     "RoBERTa": (hf.RobertaForMaskedLM, hf.RobertaConfig, TEXT | NO_DROPOUT | {"pad_token_id": 0}),
-    "DistilBERT": (
-        hf.DistilBertForMaskedLM,
-        hf.DistilBertConfig,
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 32,
-            "n_layers": 2,
-            "n_heads": 2,
-            "hidden_dim": 48,
-            "dropout": 0.0,
-            "attention_dropout": 0.0,
-        },
-    ),
+    "DistilBERT": (hf.DistilBertForMaskedLM, hf.DistilBertConfig,
+        {"vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48, "dropout": 0.0, "attention_dropout": 0.0}),
     "ALBERT": (hf.AlbertForMaskedLM, hf.AlbertConfig, TEXT | NO_DROPOUT | {"embedding_size": 16}),
-    "DeBERTa-v2": (
-        hf.DebertaV2ForMaskedLM,
-        hf.DebertaV2Config,
-        TEXT | NO_DROPOUT | DEBERTA | {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True},
-    ),
-    "DeBERTa-v2 + conv, own keys": (
-        hf.DebertaV2ForMaskedLM,
-        hf.DebertaV2Config,
-        TEXT
-        | NO_DROPOUT
-        | DEBERTA
-        | {"max_relative_positions": 16, "conv_kernel_size": 3, "conv_act": "gelu", "share_att_key": False},
-    ),
-    "ModernBERT": (
-        hf.ModernBertForMaskedLM,
-        hf.ModernBertConfig,
-        TEXT | SPECIAL | {"cls_token_id": 3, "sep_token_id": 4, "local_attention": 4, "global_attn_every_n_layers": 2},
-    ),
+    "DeBERTa-v2": (hf.DebertaV2ForMaskedLM, hf.DebertaV2Config,
+        TEXT | NO_DROPOUT | DEBERTA | {"position_buckets": 8, "norm_rel_ebd": "layer_norm", "share_att_key": True}),
+    "DeBERTa-v2 + conv, own keys": (hf.DebertaV2ForMaskedLM, hf.DebertaV2Config,
+        TEXT | NO_DROPOUT | DEBERTA | {"max_relative_positions": 16, "conv_kernel_size": 3, "conv_act": "gelu", "share_att_key": False}),
+    "ModernBERT": (hf.ModernBertForMaskedLM, hf.ModernBertConfig,
+        TEXT | SPECIAL | {"cls_token_id": 3, "sep_token_id": 4, "local_attention": 4, "global_attn_every_n_layers": 2}),
     "ELECTRA": (hf.ElectraForMaskedLM, hf.ElectraConfig, TEXT | NO_DROPOUT | {"embedding_size": 16}),
-    "GPT-2": (
-        hf.GPT2LMHeadModel,
-        hf.GPT2Config,
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 2,
-            "n_positions": 64,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-        }
-        | {"attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0},
-    ),
+    "GPT-2": (hf.GPT2LMHeadModel, hf.GPT2Config,
+        {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+         "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}),
     "GPT-NeoX": (hf.GPTNeoXForCausalLM, hf.GPTNeoXConfig, TEXT | SPECIAL),
-    "OPT": (
-        hf.OPTForCausalLM,
-        hf.OPTConfig,
-        {k: v for k, v in TEXT.items() if k != "intermediate_size"}
-        | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": 0},
-    ),
-    "Bloom": (
-        hf.BloomForCausalLM,
-        hf.BloomConfig,
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "n_layer": 2,
-            "n_head": 2,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-        }
-        | SPECIAL,
-    ),
-    "Falcon": (
-        hf.FalconForCausalLM,
-        hf.FalconConfig,
-        {k: v for k, v in TEXT.items() if k != "intermediate_size"} | SPECIAL,
-    ),
+    "OPT": (hf.OPTForCausalLM, hf.OPTConfig,
+        {k: v for k, v in TEXT.items() if k != "intermediate_size"} | {"ffn_dim": 48, "word_embed_proj_dim": 32,
+         "max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": 0}),
+    "Bloom": (hf.BloomForCausalLM, hf.BloomConfig,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0} |
+         SPECIAL),
+    "Falcon": (hf.FalconForCausalLM, hf.FalconConfig, {k: v for k, v in TEXT.items() if k != "intermediate_size"} | SPECIAL),
     "Llama": (hf.LlamaForCausalLM, hf.LlamaConfig, DECODER),
     "Mistral": (hf.MistralForCausalLM, hf.MistralConfig, DECODER | {"sliding_window": 4}),
     "Qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, DECODER),
@@ -107,65 +56,25 @@ ZOO: dict[str, tuple[type, type, dict]] = {
     "OLMo-2": (hf.Olmo2ForCausalLM, hf.Olmo2Config, DECODER),
     "SmolLM3": (hf.SmolLM3ForCausalLM, hf.SmolLM3Config, DECODER),
     "Mixtral": (hf.MixtralForCausalLM, hf.MixtralConfig, DECODER | EXPERTS | {"num_local_experts": 4}),
-    "Mixtral + eager experts": (
-        hf.MixtralForCausalLM,
-        hf.MixtralConfig,
-        DECODER | EXPERTS | {"num_local_experts": 4, "experts_implementation": "eager"},
-    ),
-    "Qwen3-MoE": (
-        hf.Qwen3MoeForCausalLM,
-        hf.Qwen3MoeConfig,
-        DECODER | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 1},
-    ),
+    "Mixtral + eager experts": (hf.MixtralForCausalLM, hf.MixtralConfig,
+        DECODER | EXPERTS | {"num_local_experts": 4, "experts_implementation": "eager"}),
+    "Qwen3-MoE": (hf.Qwen3MoeForCausalLM, hf.Qwen3MoeConfig,
+        DECODER | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 1}),
     "OLMoE": (hf.OlmoeForCausalLM, hf.OlmoeConfig, DECODER | EXPERTS | {"num_experts": 4, "num_key_value_heads": 2}),
-    "GPT-OSS": (
-        hf.GptOssForCausalLM,
-        hf.GptOssConfig,
-        DECODER | EXPERTS | {"num_local_experts": 4, "sliding_window": 4},
-    ),
-    "T5": (
-        hf.T5ForConditionalGeneration,
-        hf.T5Config,
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "d_kv": 16,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_heads": 2,
-            "dropout_rate": 0.0,
-        }
-        | {"decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"},
-    ),
-    "BART": (
-        hf.BartForConditionalGeneration,
-        hf.BartConfig,
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_attention_heads": 2,
-        }
-        | {
-            "decoder_attention_heads": 2,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "max_position_embeddings": 64,
-            "dropout": 0.0,
-        }
-        | {"scale_embedding": True},
-    ),
+    "GPT-OSS": (hf.GptOssForCausalLM, hf.GptOssConfig, DECODER | EXPERTS | {"num_local_experts": 4, "sliding_window": 4}),
+    "T5": (hf.T5ForConditionalGeneration, hf.T5Config,
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0,
+         "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu"}),
+    "BART": (hf.BartForConditionalGeneration, hf.BartConfig,
+        {"vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+         "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 64, "dropout": 0.0,
+         "scale_embedding": True}),
     "ViT": (hf.ViTForImageClassification, hf.ViTConfig, IMAGE | NO_DROPOUT | {"intermediate_size": 48}),
     "DINOv2": (hf.Dinov2ForImageClassification, hf.Dinov2Config, IMAGE | {"layerscale_value": 0.5}),
     "SigLIP + attention head": (hf.SiglipVisionModel, hf.SiglipVisionConfig, IMAGE | {"intermediate_size": 48}),
-    "Mamba": (
-        hf.MambaForCausalLM,
-        hf.MambaConfig,
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_mambapy": False}
-        | SPECIAL,
-    ),
-}
+    "Mamba": (hf.MambaForCausalLM, hf.MambaConfig,
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "use_mambapy": False} | SPECIAL),
+}  # fmt: skip
 ALWAYS_UNTIED = (
     "GPT-NeoX", "ViT", "DINOv2", "SigLIP + attention head", "Mamba", "DeBERTa-v2 + conv, own keys", "Mixtral + eager experts",
 )  # fmt: skip

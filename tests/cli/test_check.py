@@ -5,18 +5,8 @@ import json
 import pytest
 import text_classification
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 from dp_transformers import register_grad_sampler
 from dp_transformers.cli import model_check
@@ -24,13 +14,13 @@ from dp_transformers.cli.main import main
 
 BERT = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=50)
 MODELS = {
-    "bert": lambda: BertForSequenceClassification(BertConfig(**BERT)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=50)),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=50, decoder_start_token_id=0)
+    "bert": lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=50)),
+    "t5": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, vocab_size=50, decoder_start_token_id=0)
     ),
-    "vit": lambda: ViTForImageClassification(
-        ViTConfig(
+    "vit": lambda: hf.ViTForImageClassification(
+        hf.ViTConfig(
             hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=16, patch_size=8
         )
     ),
@@ -105,7 +95,7 @@ def test_another_head_and_random_weights(folder, capsys):
 def test_the_memory_of_gradients_is_seen(capsys):
     """Per-sample gradients of 16 examples take 16 times those of a plain step."""
     torch.manual_seed(0)
-    model = BertModel(BertConfig(**{**BERT, "vocab_size": 5000}))
+    model = hf.BertModel(hf.BertConfig(**{**BERT, "vocab_size": 5000}))
     modes = {row["mode"]: row["MiB"] for row in model_check.check_model_in_all_modes(model, 16, 4).modes}
     assert modes["per_sample"] > 5 * modes["without privacy"]
     assert modes["ghost"] < modes["per_sample"] / 3

@@ -71,9 +71,6 @@ def test_the_package_is_the_command():
     assert (result.returncode, result.stderr) == (2, "error: No such command 'bugdet'. Did you mean 'budget'?\n")
 
 
-# ---- the distribution ----
-
-
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory):
     """A wheel and an sdist, built from a copy of what git knows of the checkout."""

@@ -98,24 +98,17 @@ def test_every_privacy_argument_of_the_trainer_is_in_the_group(capsys, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
+    ("words", "message"), [
         (["--epsilon", "8"], "there is no flag --epsilon; did you mean --target_epsilon?"),
         (["--delta", "1e-6"], "there is no flag --delta; did you mean --target_delta?"),
         (["--lerning_rate=1"], "there is no flag --lerning_rate=1; did you mean --learning_rate?"),
         (["--neftune_alpha", "1"], "there is no flag --neftune_alpha; did you mean --neftune_noise_alpha?"),
         (["--xyzzy"], "there is no flag --xyzzy. See --help, or --help_all for every flag."),
-        (
-            ["config.yaml"],
-            "'config.yaml' stands where a flag should stand. A file of flags is given as --config config.yaml.",
-        ),
+        (["config.yaml"], "'config.yaml' stands where a flag should stand. A file of flags is given as --config config.yaml."),
         (["--config", "nowhere.yaml"], "--config: there is no file 'nowhere.yaml'."),
-        (
-            ["--expected_batch_size", "many"],
-            "argument --expected_batch_size/--expected-batch-size: invalid int value: 'many'",
-        ),
+        (["--expected_batch_size", "many"], "argument --expected_batch_size/--expected-batch-size: invalid int value: 'many'"),
     ],
-)
+)  # fmt: skip
 def test_wrong_flags_end_in_one_line(words, message, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse(monkeypatch, "text_classification", *words)

@@ -5,26 +5,13 @@ import pickle
 
 import pytest
 import torch
-from layers import ALL_MODES, Calls, check, weigh
+from layers import ALL_MODES, Calls, D, Norm, check, weigh
 from oracle import assert_exact, clipped_sum, distance, length, per_example_gradients
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dp_transformers import PerExampleClipper, PrivacyEngine
+from dp_transformers import PerExampleClipper
 from dp_transformers.clipping.errors import UnsupportedModuleError
-
-D = 6
-
-
-class Norm(nn.Module):
-    """The norm layer of somebody: a raw parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(D))
-
-    def forward(self, x):
-        return (1 + self.weight) * x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -165,7 +152,7 @@ def same(model, clipper, losses, norms, total):
 def count_forwards(model, monkeypatch):
     """How often each class of module without a rule runs."""
     counts = {}
-    for cls in {type(m) for m in model.modules() if type(m).__module__ == __name__}:
+    for cls in {type(m) for m in model.modules() if type(m).__module__ in (__name__, "layers")}:
 
         def counted(self, *args, forward=cls.forward, **kwargs):
             counts[type(self)] = counts.get(type(self), 0) + 1
@@ -263,30 +250,6 @@ def test_random_numbers_are_each_examples_own_and_the_same_in_both_passes(mode):
         norms = clipper.backward(weigh(output), weights=kept)
         assert length([p.grad for p in model.parameters()]) == pytest.approx(1e-3, rel=1e-4)
         assert norms.unique().numel() == 5
-
-
-@pytest.mark.filterwarnings("ignore:dp_seed")
-@pytest.mark.parametrize("mode", ["book_keeping", "per_sample"])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_in_a_loop_of_the_users(mode, reduction):
-    model = nn.Sequential(nn.Linear(D, D), Norm(), Routed())
-    loader = torch.utils.data.DataLoader(torch.randn(20, 3, D), batch_size=5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine = PrivacyEngine(dp_seed=0)
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=0.0, max_grad_norm=0.05,
-        clipping_mode=mode, loss_reduction=reduction,
-    )  # fmt: skip
-    for batch in loader:
-        optimizer.zero_grad()
-        loss = getattr(weigh(model(batch)), reduction)()
-        loss.backward()
-        with engine.clipper.suspended():
-            gradients = per_example_gradients(model, lambda b: weigh(model(b["x"])), {"x": batch})
-        total = clipped_sum(gradients, 0.05)[1]
-        assert distance([*engine.clipped_sums().values()], total) <= 1e-5 * length(total)
-        optimizer.step()
-    assert any(owner.runs_by_example for owner in engine.clipper.owners)
 
 
 class Checkpointed(nn.Module):
@@ -407,19 +370,6 @@ def test_a_table_of_one_row_when_the_check_looked_is_not_divided_among_the_examp
             same(model, clipper, lambda b=batch: loss(b), *clipped_sum(per_example_gradients(model, loss, batch), 1.0))
         with pytest.raises(UnsupportedModuleError, match="gives another output"):  # whose rows these are, nobody knows
             clipper.backward(weigh(model(torch.randn(4, 4, D))))
-
-
-def test_an_outlier_moves_the_sum_by_no_more_than_the_bound():
-    model, x = nn.Sequential(nn.Linear(D, D), Norm(), Routed(), first(Sinks())), floats()
-    x[2] *= 1e4
-    for mode in ALL_MODES:
-        sums = []
-        with PerExampleClipper(model, 0.7, mode=mode, self_check=True) as clipper:
-            for rows in ([0, 1, 2, 3], [0, 1, 3]):
-                model.zero_grad()
-                clipper.backward(weigh(model(x[rows])))
-                sums.append([p.grad.clone() for p in model.parameters()])
-        assert distance(*sums) <= 0.7 * (1 + 1e-5)
 
 
 class Stores(Norm):

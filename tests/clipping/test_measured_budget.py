@@ -144,8 +144,6 @@ def test_a_device_that_nobody_knows_is_refused_at_once(monkeypatch):
     PerExampleClipper(nn.Linear(3, 2), 1.0, memory_budget=1e6).detach()
 
 
-# ---- in both loops ----
-
 ROWS, WIDTH = 40, 300
 
 

@@ -202,24 +202,6 @@ def test_the_trainer_keeps_to_it_too_and_trains_the_same(mode, tmp_path, monkeyp
     torch.testing.assert_close(trained[1], trained[0], rtol=1e-4, atol=1e-6)
 
 
-def test_a_loop_that_goes_back_itself_keeps_to_it_too():
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 3))
-    loader = DataLoader(TensorDataset(torch.randn(40, 100, 300)), batch_size=8)
-    engine = PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), data_loader=loader, noise_multiplier=1.0,
-        max_grad_norm=1.0, memory_budget=1e9,
-    )  # fmt: skip
-    for (x,) in loader:
-        optimizer.zero_grad()
-        losses = model(x).square().mean((1, 2))
-        if len(losses):
-            assert plan_of(engine.clipper) == (True, {"0.weight"})
-        losses.mean().backward()
-        optimizer.step()
-
-
 @pytest.fixture
 def benchmark():
     return Benchmark("budget", parser("test").parse_args(["--allocator", "default"]))

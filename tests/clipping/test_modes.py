@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from layers import ALL_MODES, Calls, weigh
+from layers import ALL_MODES, Calls, D, Norm, weigh
 from models import Net, net_losses
 from oracle import clipped_sum, distance, length, per_example_gradients, trainable
 from torch import nn
@@ -16,19 +16,6 @@ from transformers.pytorch_utils import Conv1D
 from dp_transformers import PerExampleClipper
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.mechanism.clipping_functions import FlatClipping, PerLayerClipping
-
-D = 6
-
-
-class Norm(nn.Module):
-    """No rule: a raw parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(D))
-
-    def forward(self, x):
-        return (1 + self.weight) * x / (x.square().mean(-1, keepdim=True) + 0.1).sqrt()
 
 
 class ReadsNumbers(Norm):

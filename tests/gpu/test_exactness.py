@@ -102,9 +102,6 @@ def test_norms_and_sums_are_exact(name, mode, device):
     assert all(p.grad.device.type == device.type for p in trainable(model) if p.grad is not None)
 
 
-# ---- low precision ----
-
-
 @pytest.fixture
 def tf32(device):
     """Products of float32 may run as TF32, as for a program that asked for speed."""

@@ -58,9 +58,6 @@ def strategy_of(noise, steps=STEPS):
     return matrix(noise.strategy(steps) if hasattr(noise, "strategy") else [1.0], steps)
 
 
-# ---- covariance ----
-
-
 def deviations(numbers, covariance):
     """Of the estimated covariance over steps from this one, in standard errors of each entry."""
     variances = np.diag(covariance)
@@ -100,9 +97,6 @@ def test_it_is_added_and_sums_are_as_far_off_as_predicted(noise):
         total = total + grad - 5
         squares.append(float(total.square().mean()))
     assert math.sqrt(np.mean(squares)) == pytest.approx(noise.prefix_error(40), rel=0.02)
-
-
-# ---- streams ----
 
 
 @every_correlated
@@ -155,8 +149,6 @@ def test_the_level_stays(noise):
         source.add_([torch.zeros(3)], 0.5)
 
 
-# ---- what is kept ----
-
 KEPT = [
     (BandedNoise.optimal(1.0, steps=30, bands=16), 15),
     (NOISES["decay"], 0),
@@ -180,9 +172,6 @@ def test_bytes_that_are_kept_between_steps(noise, copies):
             source.add_([grad := torch.zeros(count)], 1.0)
         del grad
         assert held() == copies
-
-
-# ---- what it is worth ----
 
 
 def mechanism(noise, sampling, steps=20, **changes):
@@ -276,8 +265,6 @@ def test_what_cannot_be_is_refused(make):
     with pytest.raises(ValueError, match="must"):
         make()
 
-
-# ---- audit ----
 
 SIGMA, ROUNDS, SEPARATION = 1.0, 3, 4
 AUDITED = {name: noise for name, noise in NOISES.items() if name != "bands of any norm"}

@@ -22,8 +22,6 @@ from dp_transformers.mechanism.strategies import (
     square_root,
 )
 
-# ---- coefficients ----
-
 
 def test_square_root():
     assert square_root(6) == pytest.approx([1, 0.5, 0.375, 0.3125, 0.2734375, 0.24609375], abs=1e-12)
@@ -45,9 +43,6 @@ def test_buffered():
 )
 def test_inverse(coefficients):
     assert matrix(inverse(coefficients, 9), 9) == pytest.approx(np.linalg.inv(matrix(coefficients, 9)))
-
-
-# ---- sensitivity ----
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -86,9 +81,6 @@ def test_sensitivity_is_that_of_the_worst_schedule(separation):
 
 def test_one_participation_is_the_norm_of_the_first_column():
     assert sensitivity(square_root(30), 30, 30) == pytest.approx(np.linalg.norm(square_root(30)))
-
-
-# ---- error, and the coefficients for which it is least ----
 
 
 def test_prefix_error():
@@ -166,9 +158,6 @@ def test_the_noise_of_the_decaying_strategy():
     C = matrix(0.95625 ** np.arange(1000), 1000)
     rows = np.linalg.norm(np.linalg.inv(C / np.linalg.norm(C, axis=0)), axis=1)
     assert rows.max() == pytest.approx(4.73, abs=0.005)
-
-
-# ---- predicted noise on the prefix sum, per participation ----
 
 
 def predicted(sampling, noise, steps, epsilon):

@@ -1,25 +1,15 @@
 """The chain of a ledger: each line holds the SHA-256 of what stands before it."""
 
-import contextlib
 import hashlib
 import json
 
 import pytest
+from recorded import writing
 
 from dp_transformers.mechanism.values import StepParameters
 from dp_transformers.step.ledger import LEDGER_NAME, Chain, Ledger
 
 USED = StepParameters(0.1, 10, 1.5, 1.0)
-
-
-@contextlib.contextmanager
-def writing(folder):
-    ledger = Ledger(folder)
-    ledger.open()
-    try:
-        yield ledger
-    finally:
-        ledger.close()
 
 
 @pytest.fixture

@@ -1,16 +1,12 @@
 """What DPTrainer and PrivacyEngine leave for a report."""
 
 import contextlib
-import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from test_resume import Classifier, build, rows
+from test_resume import Classifier, build
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import PretrainedConfig
 
@@ -44,12 +40,8 @@ def test_a_trainer(tmp_path):
     trainer = train(tmp_path, self_check=True, log_raw_metrics=True)
     said = same(tmp_path, trainer)
     (run,) = said["runs"]
-    assert said["verified"] and run["model"] == {
-        "class": "Classifier",
-        "name": None,
-        "parameters": 50,
-        "trainable": 50,
-    }
+    assert said["verified"]
+    assert run["model"] == {"class": "Classifier", "name": None, "parameters": 50, "trainable": 50}
     assert run["data"]["rows"] == 40 and run["data"]["digest"].startswith("hmac-sha256:")
     assert run["data"]["key"] == name_of(owner_key())
     assert (
@@ -78,14 +70,6 @@ def test_a_second_training_and_a_resumed_one(tmp_path):
     assert first._run.state.run_id == said["runs"][0]["run"]
 
 
-def test_other_rows_have_another_digest(tmp_path):
-    train(tmp_path / "a")
-    train(tmp_path / "b", data=[*rows()[:39], {"x": [0.5, 1.0, 0.5], "labels": 1}])
-    train(tmp_path / "c", data=rows()[::-1])
-    digests = [read(tmp_path / name)["runs"][0]["data"]["digest"] for name in "abc"]
-    assert digests[0] == digests[2] != digests[1]
-
-
 def test_no_digest_where_none_is_wanted(tmp_path):
     data = train(tmp_path, data_digest=False)._about()["data"]
     assert data == {
@@ -95,33 +79,6 @@ def test_no_digest_where_none_is_wanted(tmp_path):
         "no_digest_because": "none was wanted (data_digest=False)",
     }
     assert read(tmp_path)["runs"][0]["data"] == data
-
-
-KILLED = """
-import os, signal, sys
-sys.path[:0] = [{tests!r}]
-from test_resume import build
-from transformers import PretrainedConfig, TrainerCallback
-from dp_transformers import DPTrainer
-class Kill(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-build(DPTrainer, {folder!r}, [Kill()], max_steps=4, save_steps=2, target_epsilon=None, noise_multiplier=1.0).train()
-"""
-
-
-def test_killed_in_the_middle_and_resumed(tmp_path):
-    code = KILLED.format(tests=str(ROOT / "tests"), folder=str(tmp_path))
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-    )
-    assert done.returncode == -signal.SIGKILL
-    said = read(tmp_path)
-    assert said["total"]["steps"] == 2, "as of the checkpoint"
-    assert "goes on for 1 lines after privacy.json was written" in disagreements(tmp_path, said)[0]
-    resumed = train(tmp_path, resume=True)
-    assert same(tmp_path, resumed)["total"]["steps"] == 5
 
 
 def test_the_model_card_says_what_was_spent(tmp_path):

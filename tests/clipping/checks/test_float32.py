@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import scale_linear_rule
+from layers import Calls, scale_linear_rule
 from models import build
 from torch import nn
 
@@ -100,22 +100,19 @@ def test_models_that_do_not_mix_train_in_bf16(make, way, mode, caplog):
     assert "could not be checked" not in caplog.text
 
 
+RULES = {"by eight percent": lambda module, backprops: 0.92, "in bf16 alone": lambda module, backprops: 0.7 if backprops.dtype == torch.bfloat16 else 1.0}  # fmt: skip
+
+
 @pytest.mark.parametrize("mode", [*MODES_OF_BF16, "fast_gradient"])
 @pytest.mark.parametrize("way", WAYS_TO_BF16)
-def test_rule_that_is_wrong_by_eight_percent_in_bf16(monkeypatch, way, mode):
-    scale_linear_rule(monkeypatch, lambda module, backprops: 0.92)
+@pytest.mark.parametrize("wrong", RULES)
+def test_a_rule_that_is_wrong_in_bf16(monkeypatch, wrong, way, mode):
+    scale_linear_rule(monkeypatch, RULES[wrong])
+    layers = {"first": nn.Linear(8, 7), "last": nn.Linear(7, 4)}
     with pytest.raises(SelfCheckError, match="not exact"):
         in_bf16(
-            lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()),
-            way,
-            mode,
-            torch.randn(6, 3, 8),
+            lambda: Calls(lambda m, x: m.last(m.first(x).tanh()).mean(1), **layers), way, mode, torch.randn(6, 3, 8)
         )
-
-
-class Pooled(nn.Module):
-    def forward(self, x):
-        return x.mean(1)
 
 
 class CastsByItself(nn.Module):
@@ -168,18 +165,6 @@ def test_what_does_not_run_in_float32_is_checked_as_it_trains(inside, caplog):
     assert "could not be checked in float32" in caplog.text
     with pytest.raises(ValueError, match="another example|mixes examples"):
         PerExampleClipper(CastsByItself(inside, share=0.9).bfloat16(), 1.0).model(torch.randn(6, 3, 8).bfloat16())
-
-
-def test_a_rule_that_is_wrong_in_bf16_alone(monkeypatch):
-    scale_linear_rule(monkeypatch, lambda module, backprops: 0.7 if backprops.dtype == torch.bfloat16 else 1.0)
-    for way in WAYS_TO_BF16:
-        with pytest.raises(SelfCheckError, match="not exact"):
-            in_bf16(
-                lambda: nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Linear(7, 4), Pooled()),
-                way,
-                "book_keeping",
-                torch.randn(6, 3, 8),
-            )
 
 
 def test_reduced_products_are_full_while_it_is_checked():

@@ -196,19 +196,6 @@ def test_transposed_convolutions(layer, shape):
     assert_exact_by_rule(nn.Sequential(layer, nn.Tanh()), torch.randn(shape), self_check=True, has_rule=False)
 
 
-def test_convolutions_under_autocast():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.LeakyReLU(inplace=True), nn.Conv2d(8, 4, 3, groups=2)
-    )
-
-    def losses_of(batch):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return weigh(model(batch["x"]).float())
-
-    with PerExampleClipper(model, 1.0, self_check=False) as clipper:
-        assert_exact(model, clipper, losses_of, {"x": torch.randn(4, 3, 6, 6)}, tolerance=2e-2)
-
-
 def test_uses_that_are_not_alike_are_added_as_instances():
     how = Convolution(torch.Size((4, 3, 2)), (1,), (0,), (1,), 1)
     first, second = (Convolved(torch.randn(2, 1, 3, n), torch.randn(2, 1, 4, n - 1), how) for n in (5, 6))

@@ -144,9 +144,6 @@ def test_layer_norms_over_several_dimensions(data):
     assert_exact_by_rule(overwritten(layer), x, mode=data.draw(st.sampled_from(ALL_MODES)))
 
 
-# ---- batch normalization with fixed statistics ----
-
-
 def evaluating(dims, **options):
     """A batch normalization with statistics and weights of its own, which evaluates."""
     layer = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims](4, **options).eval()
