@@ -104,19 +104,6 @@ class Net(nn.Module):
         return self.head(self.rms(x))
 
 
-class PaddedEncoder(nn.Module):
-    """Ids to class scores by nn.TransformerEncoder, which is told where the padding is (id 0)."""
-
-    def __init__(self, classes: int, vocabulary: int = VOCABULARY):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True)
-        self.embed, self.layers = nn.Embedding(vocabulary, 16), nn.TransformerEncoder(layer, 2)
-        self.head = nn.Linear(16, classes)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        return self.head(self.layers(self.embed(input_ids), src_key_padding_mask=input_ids == 0)[:, 0])
-
-
 class DeepSpeedEngine(nn.Module):
     """What deepspeed's class of this name looks like from outside."""
 

@@ -160,6 +160,3 @@ def test_an_engine_reports_by_it():
         optimizer.zero_grad()
     assert engine.get_epsilon(1e-3) == 2 * compute_epsilon(1.0, 0.2, 5, 1e-3)
     assert engine.privacy_spent(1e-3).accountant == "twice"
-
-
-# ---- many phases ----

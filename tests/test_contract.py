@@ -56,9 +56,6 @@ def bert(dropout=0.0, **changes):
     return hf.BertForSequenceClassification(config)
 
 
-# ---- processes ----
-
-
 @both_loops
 @pytest.mark.parametrize("moment", ["hand-out", "release"])
 def test_a_process_group_that_is_made_after_the_training_was_set_up(loop, moment, monkeypatch):
@@ -73,9 +70,6 @@ def test_a_process_group_that_is_made_after_the_training_was_set_up(loop, moment
     monkeypatch.setattr(PrivateStep, name, join)
     with pytest.raises(ValueError, match="set up as process 0 of 1.*process 0 of 2 now.*before make_private"):
         train(loop, Task(Scores, points(16), None, mean_cross_entropy, expected=8, physical=16, steps=2))
-
-
-# ---- random numbers that somebody knows ----
 
 
 class Augmented:
@@ -238,9 +232,6 @@ def test_seeds_that_workers_are_given_do_not_matter():
     assert not set(seen[0]) & set(seen[1]) and not set(seen[0]) & known
 
 
-# ---- two passes over one forward ----
-
-
 class Recomputed(nn.Module):
     """A checkpointed block with dropout that draws from ``source``, and does not restore torch's random state."""
 
@@ -310,9 +301,6 @@ def private_loop(**changes):
     """(task, engine, model, optimizer, loader)"""
     chosen = task(**changes)
     return chosen, *engine_for(chosen)
-
-
-# ---- gradients between backward and step ----
 
 
 def each(change):
@@ -494,9 +482,6 @@ def test_a_saved_model_holds_no_state_of_a_generator(loop):
         assert not any(state in content or state[24:5016] in content for state in STATES)
 
 
-# ---- whose trainer it is ----
-
-
 def dp_arguments(folder, cls=DPTrainingArguments, **changes):
     values = {"output_dir": str(folder), "target_delta": 1e-4, "per_device_train_batch_size": 4, "expected_batch_size": 6, "max_steps": 2,
               "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "report_to": "none", "logging_steps": 1, "learning_rate": 0.1,
@@ -563,9 +548,6 @@ def test_packing_asked_for_in_the_arguments(tmp_path, name):
     args = dp_arguments(tmp_path, PackingArguments, **{name: True})
     with pytest.raises(ValueError, match=rf"(?s){name}=True joins several examples in one row.*set {name}=False"):
         DPTrainer(seeded(llama), args, train_dataset=texts([8] * 12, classes=None))
-
-
-# ---- what is said ----
 
 
 def test_the_start_says_what_is_protected(tmp_path, caplog):

@@ -52,9 +52,6 @@ def cases_of(*starts, function):
     ]
 
 
-# ---- trajectories ----
-
-
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize(
     "case", [c for c in cases_of("ddp", "fsdp", "tp", function=worker.train) if "noise" not in c] + ["ddp-after-fsdp"]
@@ -88,8 +85,6 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
         else:
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
 
-
-# ---- what ranks must have alike ----
 
 DIFFERING = {
     "order": r"row \d+ of the training data is another one on rank \d than on rank 0.*same order",
@@ -297,9 +292,6 @@ def part_oracle():
     return gradients
 
 
-# ---- noise ----
-
-
 @pytest.mark.table("ranks")
 @pytest.mark.parametrize("case", ["ddp-noise", "loop-noise", "loop-fsdp-noise", "loop-hsdp-noise"])
 def test_noise_is_added_once_and_shared(ranks, case):
@@ -396,9 +388,6 @@ def test_what_a_group_shares_gets_equal_noise_and_parts_get_their_own(ranks, cas
             assert abs(correlation(a, b)) < 5 / min(len(a), len(b)) ** 0.5
 
 
-# ---- precision ----
-
-
 @pytest.mark.table("ranks")
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
 def test_sum_in_bf16_respects_the_bound(ranks, mode):
@@ -414,9 +403,6 @@ def test_sums_of_many_rows_and_tokens_in_bf16_keep_the_bound(ranks, case):
     for rank in ranks[case]:
         assert 0.9 < rank["moved"] <= 1 + 1e-5
         assert rank["added"] <= min(1.0, ranks[case][0]["norm"].item()) + 1e-5
-
-
-# ---- bytes ----
 
 
 def total(sent):
@@ -454,9 +440,6 @@ def test_tensor_parallelism_sends_one_number_more_for_each_example(ranks):
         assert rank["ghost"] == 2 * rank["not private"] + norms
 
 
-# ---- what one rank's batch leaves in its model ----
-
-
 @pytest.mark.table("ranks")
 def test_all_ranks_are_refused_what_a_batch_of_one_left(ranks):
     """What can be put back is."""
@@ -472,9 +455,6 @@ def test_all_ranks_are_refused_what_a_batch_of_one_left(ranks):
 def test_a_draw_that_one_rank_gave_up_is_not_released_with_the_next(ranks):
     for rank in ranks["loop-dropped"]:
         assert "one process is in draw 5 and another in draw 6" in rank
-
-
-# ---- checkpoints and refusals ----
 
 
 @pytest.mark.table("ranks")

@@ -179,6 +179,3 @@ def test_that_examples_are_averaged_by_themselves_is_said(caplog):
         criterion(model(x), y).backward()
         break
     assert caplog.text.count("averaged by themselves") == 1
-
-
-# ---- batch norm with fixed statistics ----

@@ -225,6 +225,3 @@ def test_draws_go_on_where_they_are_told_to():
     later = list(itertools.islice(sampling.draws(np.random.default_rng(1), 5), 4))
     assert [x.tolist() for x in whole[5:]] == [x.tolist() for x in later]
     assert sorted(np.concatenate(whole[:4]).tolist()) == list(range(8))
-
-
-# ---- no torch ----

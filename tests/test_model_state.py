@@ -230,9 +230,6 @@ def test_architectures_that_keep_something_train(name):
     train_and_compare(REAL[name](), rows, steps=2)
 
 
-# ---- losses ----
-
-
 class Relative:
     """Losses over their running mean, which is a number, a buffer and a list."""
 
@@ -257,9 +254,6 @@ def test_a_trainer_s_loss_begins_each_batch_anew(how, tmp_path):
     task = Task(Keeps, points(12), loss=loss, steps=3, expected=6, physical=2)
     trainer_for(task, str(tmp_path)).train()
     assert kept.mean == 1.0 and kept.seen == []
-
-
-# ---- what cannot be put back ----
 
 
 def private(model, size=12, **options):
@@ -395,9 +389,6 @@ def test_numbers_of_the_optimizer_change_between_draws_alone(change):
     run(engine, model, optimizer, loader, lambda: engine.has_stepped and change(optimizer))
     with pytest.raises(ValueError, match="of the optimizer was changed between two physical batches"):
         run(engine, model, optimizer, loader, lambda: change(optimizer))
-
-
-# ---- what is the user's ----
 
 
 @pytest.mark.parametrize("physical", [None, 2])

@@ -362,9 +362,6 @@ def test_loader_keeps_what_the_old_one_was_told():
     assert len(sizes) > 1, "draws of random size"
 
 
-# ---- misuse ----
-
-
 def one_batch(**options):
     engine, model, optimizer, loader = make(**options)
     x, y = next(iter(loader))
@@ -704,9 +701,6 @@ def test_a_part_of_the_model_without_gradients():
     assert sums_are_those_of(plain, engine, x, y, losses)
 
 
-# ---- other loops ----
-
-
 def test_closure():
     plain = []
     for closure in (False, True):
@@ -960,9 +954,6 @@ def test_lightning_module():
     assert distance(list(module.net.parameters()), list(model.parameters())) <= 1e-5 * distance(
         list(start.parameters()), list(model.parameters())
     )
-
-
-# ---- checkpoints ----
 
 
 @pytest.mark.parametrize("with_ledger", [False, True])

@@ -250,9 +250,6 @@ def test_a_command_that_is_repeated_goes_on(task, tmp_path, call, capsys):
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")} == weights
 
 
-# ---- causal_lm ----
-
-
 def llama_tokenizer():
     """One token for each word; <s> before every text, as Llama has it, and no token for padding."""
     vocabulary = {word: i for i, word in enumerate(["<s>", "</s>", "<unk>", *WORDS])}
@@ -389,9 +386,6 @@ def test_causal_lm_refuses_in_one_line(language, tmp_path, call, name, content, 
     assert message in stopped
     assert "\n" not in stopped
     assert not (tmp_path / "o").exists()
-
-
-# ---- token_classification, question_answering, summarization ----
 
 
 @pytest.fixture(scope="module")
@@ -531,9 +525,6 @@ def test_the_likeliest_span_lies_in_the_text():
     assert question_answering.answer(prediction, windows, ["the film was"]) == ["the"], "the other window has one"
 
 
-# ---- instruction_tuning, preference_tuning ----
-
-
 IN_CHAT = "{% for m in messages %}{{ m.content }} </s> {% endfor %}"  # the end is one token, as in Llama's chats
 
 
@@ -620,9 +611,6 @@ def test_only_completions_are_trained_to_be_written(conversations, tmp_path, cal
         assert len(trained) == 4 and trained[-1] == 1, "three words and the end"
 
 
-# ---- the GGUF archive ----
-
-
 # ---- loops of their own ----
 
 
@@ -689,9 +677,6 @@ def test_a_plain_loop_and_its_twin(recipe, tiny_assets, tmp_path, call, capsys):
     assert "--twin" in capsys.readouterr().out
     assert call(recipe, *flags, "--target_epsilon", 4, "--per_device_train_batch_size", 32) == private
     assert f"  without privacy (twin)  {twin['test_accuracy']:.4f}" in capsys.readouterr().out
-
-
-# ---- all recipes, by both launchers ----
 
 
 @pytest.fixture

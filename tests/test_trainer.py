@@ -92,9 +92,6 @@ def draws(monkeypatch):
     return seen
 
 
-# ---- the step ----
-
-
 @pytest.mark.filterwarnings("ignore:dp_seed")
 @pytest.mark.parametrize(("name", "lora"), [("bert", False), ("gpt2", True), ("llama-tied", False)])
 def test_noiseless_run_is_one_example_at_a_time_for_every_physical_size(tmp_path, name, lora, draws):
@@ -208,9 +205,6 @@ def test_empty_draws_are_noised_and_counted(tmp_path, draws):
     assert trainer.privacy_spent().steps == trainer.state.global_step == 25
 
 
-# ---- the count ----
-
-
 def test_number_of_steps_and_epsilon(tmp_path):
     by_epochs = trainer_for(tmp_path, max_steps=-1, num_train_epochs=1.5)
     by_epochs.train()
@@ -252,9 +246,6 @@ def test_every_log_line_has_epsilon(tmp_path):
     assert epsilons[-1] == trainer.privacy_spent().epsilon
     assert sum("loss" in line for line in trainer.state.log_history) == 4
     assert sum("eval_loss" in line for line in trainer.state.log_history) == 2
-
-
-# ---- ledger and resume ----
 
 
 def test_resume_counts_every_executed_step_and_refreshes_the_secrets(tmp_path):
@@ -400,9 +391,6 @@ def test_a_derived_batch_size_is_taken_from_the_checkpoint(tmp_path, caplog):
     assert "after the trainer was made" not in caplog.text
 
 
-# ---- refusals at construction ----
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(dataset())
@@ -455,9 +443,6 @@ def test_faults_seen_before_the_first_step_leave_the_model_untouched(tmp_path):
         unlabelled.train()
     assert distance(trainable(model), start) == 0
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-# ---- what works as with Trainer ----
 
 
 def test_evaluate_predict_save_and_load(tmp_path):
@@ -556,9 +541,6 @@ def test_output_dir_of_an_earlier_run_is_pointed_out(trained, caplog):
     assert "2 steps of earlier runs" in caplog.text
     assert trainer.privacy_spent().steps == 1
     assert Path(trained, LEDGER_NAME).read_text().count('"step"') == 3
-
-
-# ---- what reaches the step by other ways ----
 
 
 def test_an_optimizer_that_misses_trained_parameters_is_refused(tmp_path):

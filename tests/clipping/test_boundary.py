@@ -143,9 +143,6 @@ def test_sums_are_those_of_one_row_at_a_time(mode, autocast, checkpointed):
         loop.clipper.detach()
 
 
-# ---- losses that are no plain mean ----
-
-
 class WithLoss(nn.Module):
     """As models of transformers that are given labels."""
 
@@ -208,8 +205,6 @@ def test_the_loss_of_a_single_row_may_be_anything():
         REFUSED[name][0](loop.batch().clipper.model(x), y).backward()
 
 
-# ---- losses that compare rows ----
-
 unit = partial(F.normalize, dim=-1)
 NUMBERS = torch.arange(B)
 pick = lambda z: unit(z[:, 0])  # noqa: E731
@@ -266,9 +261,6 @@ def test_losses_that_compare_rows_are_refused_and_no_others(name, as_losses):
         return
     go_back()
     assert torch.equal(state, torch.get_rng_state())
-
-
-# ---- what a model returns, and how often it is called ----
 
 
 @dataclass
@@ -357,9 +349,6 @@ def test_several_forward_passes_are_clipped_as_one(mode):
     losses_of(model, x, y).mean().backward()
     assert loop.clipper.norms.tolist() == pytest.approx(norms, rel=1e-4)
     assert distance(loop.total(), total) <= 1e-5 * length(total)
-
-
-# ---- beside the model ----
 
 
 @pytest.mark.parametrize("mode", ["book_keeping", "ghost"])
