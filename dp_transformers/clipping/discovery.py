@@ -3,6 +3,7 @@ on two batch sizes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,9 +17,11 @@ from .batch_dims import SHARED, BatchDim, kind_of_call, learn_batch_dim
 from .errors import UnownedParameterError
 from .fallback import substituted, without_fused_attention
 from .owners import Owner, assign_to_parent, reassign_owners
-from .parallel.dtensor import to_local
+from .parallel.dtensor import is_dtensor, to_local
 from .parallel.fsdp2 import Shards
 from .ragged import is_ragged, unpacked, unpacked_sequence
+
+logger = logging.getLogger(__name__)
 
 
 class _Call(NamedTuple):
@@ -194,11 +197,28 @@ def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], 
     )
 
 
+@contextmanager
+def _same_at_all_positions(model: nn.Module) -> Iterator[None]:
+    """Inside, every module returns one vector at all positions of all examples, so that positions that are gathered by
+    what they hold are gathered all together, or none."""
+
+    def same(x: Any) -> Any:
+        if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1 and x.numel()) or is_dtensor(x):
+            return x
+        return x.reshape(-1, x.shape[-1])[0].expand_as(x).clone()
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            hook = module.register_forward_hook(lambda module, args, output: tree_map(same, output))
+            stack.callback(hook.remove)
+        yield
+
+
 def discover_owners(
     model: nn.Module,
     owners: list[Owner],
     parameters: Sequence[nn.Parameter],
-    losses_of: Callable[[int, bool], torch.Tensor],
+    losses_of: Callable[[int, bool, bool], torch.Tensor],
     tapped: Callable[[], Any],
     batch_sizes: tuple[int, int],
     positions: set[int],
@@ -207,10 +227,14 @@ def discover_owners(
     """Assign parameters to parents, in place, until every use is inside a call whose outputs have a batch dimension,
     and learn the batch dimensions.
 
+    A module that is given gathered positions (an expert, a layer for the tokens of an image) may get exactly one of
+    each example in all batches that are seen, and later as many as there are examples by chance. So one run has the
+    same at all positions: such a module gets all of them, or none, and its parent owns its parameters.
+
     Args:
-        losses_of: ``f(size, is_padded) -> (size,)`` losses of a batch of ``size`` examples, without taps. If it is
-            padded, the masks of the first example end a position earlier. Calls may differ in
-            their examples.
+        losses_of: ``f(size, is_padded, is_same) -> (size,)`` losses of a batch of ``size`` examples, without taps. If
+            it is padded, the masks of the first example end a position earlier. ``is_same`` puts the same numbers
+            everywhere in each of the model's arguments. Calls may differ in their examples.
         tapped: Runs one forward pass with taps; raises if a copy for each example does not fit.
         batch_sizes: Two sizes that no other dimension has.
         positions: Possible numbers of positions of an example (:func:`positions_of`).
@@ -220,15 +244,26 @@ def discover_owners(
     """
     size, other_size = batch_sizes
 
-    def run(size: int, is_padded: bool) -> Run:
+    def run(size: int, is_padded: bool, is_same: bool = False) -> Run:
         with torch.no_grad(), _observed(owners) as calls:
-            losses_of(size, is_padded)
+            losses_of(size, is_padded, is_same)
         return size, calls
+
+    def run_same() -> Run:
+        with _same_at_all_positions(model):
+            try:
+                return run(other_size, True, True)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # each example must hold a token that ends it, say
+                shards.recover()
+                logger.info("owners are found with the arguments as they are: %s: %s", type(error).__name__, error)
+                return run(other_size, True)
 
     while True:
         with without_fused_attention():
             with _observed(owners) as calls:
-                unowned = unowned_parameters(owners, parameters, lambda: losses_of(size, False), shards)
+                unowned = unowned_parameters(owners, parameters, lambda: losses_of(size, False, False), shards)
             for p in unowned:
                 paths = [path for owner in owners if p in owner.names for path in owner.paths]
                 if not paths:
@@ -240,17 +275,17 @@ def discover_owners(
                 assign_to_parent(model, owners, p, paths)
             if unowned:
                 continue
-            whole, padded, of_others = (size, calls), run(other_size, True), run(other_size, True)
-            pairs = [(whole, padded), (whole, of_others)]
+            whole, padded, same = (size, calls), run(other_size, True), run_same()
+            pairs = [(whole, padded), (whole, same)]
             # some models pass no mask if nothing is padded
             if not all(_have_same_structure(calls[owner], padded[1][owner]) for owner in owners):
                 masked = run(size, True)
-                pairs = [(whole, run(other_size, False)), (masked, padded), (masked, of_others)]
+                pairs = [(whole, run(other_size, False)), (masked, padded), (masked, same)]
         lost = _learn_batch_dims(owners, pairs, positions)
         if not lost and any(owner.returned_unbatched_output for owner in owners):
             try:
                 tapped()
-                lost = _misread(owners, lambda size: losses_of(size, False), size)
+                lost = _misread(owners, lambda size: losses_of(size, False, False), size)
             except Exception:
                 lost = [owner for owner in owners if owner.returned_unbatched_output]
                 if not lost:

@@ -2,13 +2,14 @@
 uses, or is refused."""
 
 import re
+from copy import deepcopy
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from layers import ALL_MODES, Calls
-from oracle import assert_exact
+from oracle import assert_exact, length, per_example_gradients
 from torch import nn
 
 from dp_transformers import PerExampleClipper
@@ -197,6 +198,57 @@ def test_tokens_that_were_as_many_as_examples_or_positions_by_chance(mode):
     with PerExampleClipper(model, 1.0, mode=mode) as clipper:
         assert_exact(model, clipper, lambda b: weigh(model, b), {"x": x})
         assert owner_of(clipper, "experts.linears.0.weight") == "experts"
+
+
+def chosen_by_layer(m, x):
+    """Experts of hidden states, chosen by a layer, of which each has a position's own number as a part."""
+    hidden = m.first(x)
+    chosen = m.router(hidden + m.positions(torch.arange(x.shape[1])).detach()).argmax(-1)
+    return m.last(sorted_into(m.experts, hidden, chosen))
+
+
+def sorted_into(experts, x, chosen):
+    out = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        if (chosen == e).any():
+            out[chosen == e] = expert(x[chosen == e])
+    return out
+
+
+def same(size):
+    layer = nn.Linear(size, size)
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+GATHERED = {
+    "of the inputs": (lambda m, x: m.last(sorted_into(m.experts, x, x.argmax(-1))), {}),
+    "of hidden states": (chosen_by_layer, {"first": lambda: same(3), "router": lambda: same(3), "positions": lambda: nn.Embedding(3, 3)}),
+    "by an id": (lambda m, x, ids: m.last(sorted_into(m.experts, x, ids)), {}),
+    "by a mask": (lambda m, x, marked: m.last(sorted_into(m.experts, x, torch.where(marked, 0, 9))), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["book_keeping", "per_sample"])
+@pytest.mark.parametrize("name", GATHERED)
+def test_positions_that_are_gathered_where_each_row_had_exactly_one_at_first(name, mode):
+    """Later a module gets as many positions as there are rows by chance: all of them from one row, none from another."""
+    forward, parts = GATHERED[name]
+    torch.manual_seed(0)
+    model = Calls(forward, experts=nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), last=nn.Linear(3, 2), **{k: make() for k, make in parts.items()})  # fmt: skip
+
+    def batch_of(chosen):
+        x = 0.01 * torch.randn(3, 3, 3) + 3 * F.one_hot(chosen, 3)
+        return {"x": x} | {"by an id": {"ids": chosen}, "by a mask": {"marked": chosen == 0}}.get(name, {})
+
+    alone = deepcopy(model)
+    with PerExampleClipper(model, 1.0, mode=mode) as clipper:
+        for chosen in ([[0, 1, 2], [1, 2, 0], [2, 0, 1]], [[0, 0, 0], [1, 1, 1], [2, 2, 2]]):
+            batch = batch_of(torch.tensor(chosen))
+            norms = [length(g) for g in per_example_gradients(alone, lambda b: weigh(alone, b), batch)]
+            assert clipper.backward(weigh(model, batch)).tolist() == pytest.approx(norms, rel=1e-5)
+        assert owner_of(clipper, "experts.0.weight") == ""
 
 
 @pytest.mark.parametrize("mode", ALL_MODES)

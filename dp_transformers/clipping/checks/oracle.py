@@ -13,11 +13,11 @@ copies of their parameters, so that a gradient which still reaches a parameter c
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -239,11 +239,12 @@ def _discover(engine: ClippingEngine, given: Comparison) -> None:
     taken = {n for x in leaves if has_batch(x, rows.size) for n in x.shape[1:]}
     size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
     given_first = rows.only([j % rows.size for j in range(size)])
-    # copies of one row, each time of another one, so that the tokens which an expert takes do not grow as the rows do
-    others = itertools.cycle([rows.only([row] * other_size) for row in (-1, 0)])
+    # copies of one row, so that the tokens which an expert takes do not grow as the rows do
+    copies = rows.only([-1] * other_size)
 
-    def plain(n: int, is_padded: bool) -> torch.Tensor:
-        batch = given_first if n == size else next(others)
+    def plain(n: int, is_padded: bool, is_same: bool) -> torch.Tensor:
+        batch = given_first if n == size else copies
+        batch = batch.changed(partial(_same_at_all_positions, batch)) if is_same else batch
         with engine.suspended():
             return given.losses_of_rows(_with_shorter_masks(batch) if is_padded else batch)
 
@@ -267,6 +268,14 @@ def _discover(engine: ClippingEngine, given: Comparison) -> None:
     finally:
         engine.forget()
         engine.install_hooks()
+
+
+def _same_at_all_positions(rows: Rows, path: tuple, x: Any) -> Any:
+    """Return an argument with its first number everywhere; a mask leaves nothing out."""
+    if not has_batch(x, rows.size) or x.dim() < 2 or not x.numel():
+        return x
+    is_mask = x.dtype == torch.bool or "mask" in rows.name_of(path)
+    return torch.ones_like(x) if is_mask else x.reshape(-1)[0].expand_as(x).clone()
 
 
 def _with_shorter_masks(rows: Rows) -> Rows:

@@ -91,7 +91,7 @@ class Rows:
             if type(x) is int and x in lengths:  # the length of the longest row, given as a number
                 return lengths[x][1]
             if isinstance(x, torch.Tensor):
-                x = self._cut(x, self.sizes.get(keystr(path)), lengths, row, self._name(path))
+                x = self._cut(x, self.sizes.get(keystr(path)), lengths, row, self.name_of(path))
             return self._taken(x, [row] * copies)
 
         return replace(self.changed(cut), size=copies, sizes={})
@@ -114,7 +114,8 @@ class Rows:
             x = x.narrow(d, 0 if side == "right" else x.shape[d] - own, own)
         return x
 
-    def _name(self, path: tuple) -> str:
+    def name_of(self, path: tuple) -> str:
+        """Return the name of an argument; "" if it has none."""
         if path[0].idx == 0:
             return self.names[path[1].idx] if path[1].idx < len(self.names) else ""
         return str(getattr(path[-1], "key", ""))
