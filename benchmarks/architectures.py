@@ -38,7 +38,7 @@ from torch import nn
 import dp_transformers
 from dp_transformers import PerExampleClipper, find_example_losses
 from dp_transformers.clipping import fallback, tap
-from dp_transformers.clipping.checks.outputs import floating_tensors, projected
+from dp_transformers.clipping.checks.rows import floating_tensors, projected
 from dp_transformers.clipping.hooks import configurations, without_caches
 from dp_transformers.clipping.modes import MODES
 from dp_transformers.clipping.recorded_call import RecordedCall

@@ -17,8 +17,8 @@ from violations import Scores, given
 from dp_transformers import PerExampleClipper, check_model, register_grad_sampler
 from dp_transformers.clipping.checks import witness
 from dp_transformers.clipping.checks.comparison import Comparison, _shadow
-from dp_transformers.clipping.checks.outputs import projected
-from dp_transformers.clipping.checks.rows import Rows
+from dp_transformers.clipping.checks.oracle import Oracle
+from dp_transformers.clipping.checks.rows import Rows, projected
 from dp_transformers.clipping.checks.without_dropout import without_dropout
 from dp_transformers.clipping.checks.witness import Schedule
 from dp_transformers.clipping.errors import SelfCheckError
@@ -305,6 +305,67 @@ def test_when_rows_are_compared():
         assert compares((36, 37)) == (7, 18), "the modules are new"
 
 
+class Tasks(nn.Module):
+    """A head for each task, of which a batch reaches one; ``reach(head, h)`` calls it."""
+
+    def __init__(self, reach=lambda head, h: head(h)):
+        super().__init__()
+        self.first, self.heads, self.reach = (
+            nn.Linear(6, 6),
+            nn.ModuleDict({"0": nn.Linear(6, 3), "1": nn.Linear(6, 3)}),
+            reach,
+        )
+
+    def forward(self, x, task):
+        h = self.first(x).tanh()
+        return self.reach(self.heads["1"], h) if task else self.heads["0"](h)
+
+
+def losses_alone(model, x, task):
+    losses = torch.cat([model(row[None], task).square().flatten(1).sum(1) for row in x])
+    return [
+        torch.stack(
+            [
+                g.norm()
+                for g in torch.autograd.grad(
+                    each, [*model.first.parameters(), *model.heads[str(task)].parameters()], retain_graph=True
+                )
+            ]
+        ).norm()
+        for each in losses
+    ]
+
+
+def test_a_head_that_the_compared_rows_did_not_reach_is_compared_when_it_is_called(monkeypatch):
+    """Once for each: the norms are those of rows alone."""
+    compared, compare = [], Oracle.compare
+    monkeypatch.setattr(Oracle, "compare", lambda *args: compared.append(1) or compare(*args))
+    model = Tasks()
+    with PerExampleClipper(model, 1.0) as clipper:
+        for task, times in ((0, 1), (1, 2), (0, 2), (1, 2), (0, 2)):
+            x = torch.randn(4, 5, 6)
+            found = clipper.backward(model(x, task).square().flatten(1).sum(1))
+            with clipper.suspended():
+                expected = losses_alone(model, x, task)
+            assert torch.allclose(found, torch.stack(expected), rtol=1e-5) and len(compared) == times
+
+
+GATHERS = {
+    "on positions first": lambda head, h: head(h.transpose(0, 1)).transpose(0, 1),
+    "on the largest positions of all rows": lambda head, h: head(h.flatten(0, 1)[h[..., 0].flatten().topk(len(h)).indices])[:, None],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", GATHERS)
+def test_a_head_that_is_called_otherwise_later_is_refused(how):
+    """It would be taken to have its rows first, of which there are as many as positions."""
+    model = Tasks(GATHERS[how])
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.backward(model(torch.randn(4, 4, 6), 0).square().flatten(1).sum(1))
+        with pytest.raises(SelfCheckError, match=r"'heads.1' \(Linear\) is called otherwise|mixes"):
+            clipper.backward(model(torch.randn(4, 4, 6), 1).square().flatten(1).sum(1))
+
+
 @pytest.mark.parametrize("drops", [False, True])
 def test_the_witness_sees_what_a_rare_row_switches_on(drops, monkeypatch):
     """In as many of 40 trainings of six batches with such a row as the stated probability says."""
@@ -346,6 +407,24 @@ def test_the_witness_takes_its_share_of_the_time():
     assert sum(Schedule().is_due(together=True) for _ in range(1)) == Schedule().is_due(together=True), (
         "alike on ranks"
     )
+
+
+def test_a_training_spends_its_share_of_the_time_on_the_witness():
+    """Every pass over the model takes a second here: of 700 batches the witness runs again at most seven."""
+    now, again = [0.0], [0]
+    model = Scores()
+
+    def passes(module, args):
+        now[0] += 1.0
+        again[0] += len(args[0]) == 1 and not torch.is_grad_enabled()
+
+    with PerExampleClipper(model, 1.0) as clipper:
+        clipper.check((torch.randn(4, 6),), {})
+        clipper._schedule = Schedule(lambda: now[0])
+        model.register_forward_pre_hook(passes)
+        for _ in range(700):
+            clipper.backward(model(torch.randn(4, 6)).square().sum(1))
+    assert 3 <= again[0] <= 0.01 * now[0]
 
 
 def test_the_witness_lets_through_what_rounding_moves(monkeypatch):

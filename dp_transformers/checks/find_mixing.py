@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
-from ..clipping.batch_dims import batch_size_of
-from ..clipping.checks.outputs import arguments_of, floating_tensors, has_batch, kept_buffers, projected, with_rows
-from ..clipping.ragged import Ragged, is_ragged, packed, unpacked
+from ..clipping.checks.rows import Rows, arguments_of, floating_tensors, has_batch, projected, with_rows
+from ..clipping.ragged import Ragged
 from ..runtime.randomness import forked_generators
 
 
@@ -57,16 +56,13 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
         ValueError: fewer than two examples, or outputs that are not finite or have another first dimension.
     """
 
-    args, kwargs = arguments_of(batch)
-    size = batch_size_of(model, args, kwargs)
-    if size < 2:
+    rows = Rows.of(model, *arguments_of(batch))
+    if rows.size < 2:
         raise ValueError("examples that influence each other cannot be seen in a batch of one: give at least two.")
-    args, kwargs = unpacked(model, args, kwargs)
-    pairs = _pairs_by_gradient(model, args, kwargs, size)
-    outputs = _projected_outputs(model, args, kwargs, size)
-    modules: dict[int, str] = {}
-    for j in range(size):
-        moved = _projected_outputs(model, *_with_copy(args, kwargs, size, j, (j + 1) % size), size)
+    pairs, modules = _pairs_by_gradient(model, rows), {}
+    outputs = _projected_outputs(model, rows)
+    for j in range(rows.size):
+        moved = _projected_outputs(model, _with_copy(rows, j, (j + 1) % rows.size))
         for number, ((where, out_b), (_, moved_b)) in enumerate(zip(outputs, moved, strict=False)):
             differs_b = ~torch.isclose(out_b, moved_b, rtol=1e-4, atol=1e-5 * float(out_b.abs().max()))
             differs_b[j] = False
@@ -77,73 +73,77 @@ def find_example_mixing(model: nn.Module, batch: Any) -> ExampleMixing | None:
     return ExampleMixing(sorted(pairs), modules[min(modules)] if modules else None) if pairs else None
 
 
-def _with_copy(args: tuple, kwargs: dict, size: int, row: int, source: int) -> tuple[tuple, dict]:
+def _with_copy(rows: Rows, row: int, source: int) -> Rows:
     """Example ``row`` becomes a copy of another, so that its content is valid whatever it is."""
 
-    def change(x: Any) -> Any:
+    def change(path: tuple, x: Any) -> Any:
         if isinstance(x, Ragged):  # as long as it was, so that random numbers stay where they are
-            return replace(x, padded=change(x.padded))
-        return torch.cat([x[:row], x[source : source + 1], x[row + 1 :]]) if has_batch(x, size) else x
+            return replace(x, padded=change(path, x.padded))
+        return torch.cat([x[:row], x[source : source + 1], x[row + 1 :]]) if has_batch(x, rows.size) else x
 
-    return tree_map(change, (args, kwargs), is_leaf=is_ragged)
+    return rows.changed(change)
 
 
 @contextlib.contextmanager
-def _forward_on_trial(model: nn.Module) -> Iterator[None]:
-    """Random numbers as in every such pass, and no trace of it afterwards."""
+def _on_trial(model: nn.Module, hooked: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Inside, modules have forward hooks, and random numbers are those of every such pass. No trace of it is left:
+    every buffer has the content it had."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    with forked_generators(device), kept_buffers(model):
+    buffers = [(t, t.clone()) for t in model.buffers()]
+    with forked_generators(device), contextlib.ExitStack() as stack:
+        for module, hook in hooked:
+            stack.callback(module.register_forward_hook(hook).remove)
         torch.manual_seed(0)
-        yield
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for t, content in buffers:
+                    if not torch.equal(t, content):  # a graph may need one that has it
+                        t.copy_(content)
 
 
-def _pairs_by_gradient(model: nn.Module, args: tuple, kwargs: dict, size: int) -> set[tuple[int, int]]:
+def _pairs_by_gradient(model: nn.Module, rows: Rows) -> set[tuple[int, int]]:
     inputs: list[torch.Tensor] = []
 
     def watched(x: Any) -> Any:
-        if has_batch(x, size) and x.is_floating_point():
+        if has_batch(x, rows.size) and x.is_floating_point():
             inputs.append(x.detach().clone().requires_grad_())
             return inputs[-1] * 1  # a leaf must not be written to
         return x
 
-    with contextlib.ExitStack() as stack, torch.enable_grad():
-        stack.enter_context(_forward_on_trial(model))
-        for module in model.modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                stack.callback(module.register_forward_hook(lambda module, args, output: watched(output)).remove)
-        args, kwargs = packed(tree_map(watched, (args, kwargs)))
-        outputs = floating_tensors(with_rows(model(*args, **kwargs)))
-        if not outputs or not all(has_batch(x, size) and bool(torch.isfinite(x).all()) for x in outputs):
+    tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    hooks = [(table, lambda module, args, output: watched(output)) for table in tables]
+    with torch.enable_grad(), _on_trial(model, hooks):
+        given = rows.changed(
+            lambda path, x: replace(x, padded=watched(x.padded)) if isinstance(x, Ragged) else watched(x)
+        )
+        outputs = floating_tensors(with_rows(given.call(model)))
+        if not outputs or not all(has_batch(x, rows.size) and bool(torch.isfinite(x).all()) for x in outputs):
+            shapes = [tuple(x.shape) for x in outputs]
             raise ValueError(
-                f"the model returns floating-point tensors of shapes {[tuple(x.shape) for x in outputs]} for {size} "
-                "examples, and their rows must be the examples' own and finite. (A loss of the whole batch depends on "
-                "all of them: leave the labels out.)"
+                f"the model returns floating-point tensors of shapes {shapes} for {rows.size} examples, and their "
+                "rows must be the examples' own and finite. (A loss of the whole batch depends on all of them: leave "
+                "the labels out.)"
             )
         out_b, pairs = projected(outputs), set()
-        for i in range(size if inputs and out_b.requires_grad else 0):
+        for i in range(rows.size if inputs and out_b.requires_grad else 0):
             found = torch.autograd.grad(out_b[i], inputs, retain_graph=True, allow_unused=True)
-            for g in found:
-                if g is not None:
-                    pairs |= {(i, j) for j in g.flatten(1).ne(0).any(1).nonzero().flatten().tolist() if j != i}
+            moving = [g.flatten(1).ne(0).any(1).nonzero().flatten().tolist() for g in found if g is not None]
+            pairs |= {(i, j) for each in moving for j in each if j != i}
     return pairs
 
 
-def _projected_outputs(model: nn.Module, args: tuple, kwargs: dict, size: int) -> list[tuple[str, torch.Tensor]]:
+def _projected_outputs(model: nn.Module, rows: Rows) -> list[tuple[str, torch.Tensor]]:
     """Module and (B,) projection of its output, in the order in which the modules end; the model itself is the
     last."""
     found: list[tuple[str, torch.Tensor]] = []
-    with contextlib.ExitStack() as stack, torch.no_grad():
-        stack.enter_context(_forward_on_trial(model))
-        for path, module in model.named_modules():
 
-            def note(module: nn.Module, args: tuple, output: Any, path: str = path) -> None:
-                tensors = [x for x in floating_tensors(with_rows(output)) if has_batch(x, size)]
-                if tensors:
-                    found.append(
-                        (f"'{path}' ({type(module).__name__})" if path else type(module).__name__, projected(tensors))
-                    )
+    def note(path: str, module: nn.Module, args: tuple, output: Any) -> None:
+        if tensors := [x for x in floating_tensors(with_rows(output)) if has_batch(x, rows.size)]:
+            name = type(module).__name__
+            found.append((f"'{path}' ({name})" if path else name, projected(tensors)))
 
-            stack.callback(module.register_forward_hook(note).remove)
-        args, kwargs = packed((args, kwargs))
-        model(*args, **kwargs)
+    with torch.no_grad(), _on_trial(model, [(module, partial(note, path)) for path, module in model.named_modules()]):
+        rows.call(model)
     return found

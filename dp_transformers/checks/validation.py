@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -74,13 +74,15 @@ _MIXES_EXAMPLES = {
     "(load_in_4bit=True)",
 }
 
-# Settings of transformers' models by which a pass draws one random number for all rows of a physical batch. The value
-# of each: how it is read off a module, what it does, and what switches it off
+# Settings of transformers' models by which a pass draws one random number for all rows of a physical batch. For each:
+# how it is read off a module, what it does, and what switches it off
+_DROPS_LAYERS = "leaves a layer out for all rows of a batch"
+_DROPS_POSITIONS = "draws one mask of positions for all rows of a batch"
 _REFUSED_SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "layerdrop": (lambda m: vars(m).get("layerdrop"), "leaves a layer out for all rows of a batch", "0.0"),
+    "layerdrop": (lambda m: vars(m).get("layerdrop"), _DROPS_LAYERS, "0.0"),
     "config.layerdrop": (
         lambda m: hasattr(m, "layers") and not hasattr(m, "layerdrop") and _configured(m, "layerdrop"),
-        "leaves a layer out for all rows of a batch",
+        _DROPS_LAYERS,
         "0.0",
     ),
     "config.apply_spec_augment": (
@@ -97,14 +99,10 @@ _REFUSED_SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
         "draws the same keys for all rows of a batch",
         "'full'",
     ),
-    "pos_dropout.p": (lambda m: _rate(m, "pos_dropout"), "draws one mask of positions for all rows of a batch", "0.0"),
-    "sin_dropout.p": (lambda m: _rate(m, "sin_dropout"), "draws one mask of positions for all rows of a batch", "0.0"),
-    "cos_dropout.p": (lambda m: _rate(m, "cos_dropout"), "draws one mask of positions for all rows of a batch", "0.0"),
-    "dropout.p": (
-        lambda m: type(m).__name__ == "XLNetModel" and _rate(m, "dropout"),
-        "draws one mask of positions for all rows of a batch",
-        "0.0",
-    ),
+    "dropout.p": (lambda m: type(m).__name__ == "XLNetModel" and _rate(m, "dropout"), _DROPS_POSITIONS, "0.0"),
+} | {
+    f"{name}.p": (partial(lambda name, m: _rate(m, name), name), _DROPS_POSITIONS, "0.0")
+    for name in ("pos_dropout", "sin_dropout", "cos_dropout")
 }
 
 
@@ -315,13 +313,13 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
                 yield Problem(its_paths[0], f"adapter '{name}' is {why}.")
             seen.add(id(config))
         held = " and ".join(f"'{path}'" for path in its_paths)
-        kind = type(module).__name__
         where = f"{held if its_paths != [''] else 'the model'} is {_a(module)}"
         for find in (partial(_batch_statistics, model), _embedding_options, _spectral_norm, _alien, _registered):
-            for what, fix, repair in find(module):
+            for found in find(module):
                 if own := _FIXERS.get(type(module)):
-                    fix, repair = f"{kind} -> what {getattr(own, '__name__', 'a fixer')} makes of it", own
-                yield Problem(its_paths[0], f"{where}{what}", fix, module, repair)
+                    made = f"{type(module).__name__} -> what {getattr(own, '__name__', 'a fixer')} makes of it"
+                    found = found._replace(fix=made, repair=own)
+                yield Problem(its_paths[0], f"{where}{found.what}", found.fix, module, found.repair)
     yield from _setting_problems(model)
     yield from _parameter_problems(model)
 
@@ -332,9 +330,13 @@ def _a(thing: Any) -> str:
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-# A finding about a module is the rest of the sentence "'path' is a Class...", what fix() does about it, and the
-# function that makes the module which takes its place.
-Finding = tuple[str, str | None, Callable[[Any], nn.Module] | None]
+class Finding(NamedTuple):
+    """The rest of the sentence "'path' is a Class...", what ``fix()`` does about it, and the function that makes the
+    module which takes its place."""
+
+    what: str
+    fix: str | None = None
+    repair: Callable[[Any], nn.Module] | None = None
 
 
 def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
@@ -342,35 +344,29 @@ def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
     if isinstance(module, _BatchNorm) and model.training and not module.training and module.running_mean is not None:
         pass  # a fixed map of each example, as long as it is not switched back, which the self-check sees
     elif isinstance(module, _BatchNorm):
-        what = (
-            ": it normalises every example with statistics of the whole batch, so no example has a gradient of its "
-            "own. Replace it by "
-        )
         groups = _num_groups(module)
-        fix = f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None
         or_frozen = ", or use torchvision.ops.FrozenBatchNorm2d" if isinstance(module, nn.BatchNorm2d) else ""
-        frozen = f" To keep the statistics of pretraining fixed, call its eval() after every model.train(){or_frozen}."
-        yield f"{what}GroupNorm or LayerNorm.{frozen}", fix, _group_norm if groups else None
+        yield Finding(
+            ": it normalises every example with statistics of the whole batch, so no example has a gradient of its "
+            "own. Replace it by GroupNorm or LayerNorm. To keep the statistics of pretraining fixed, call its eval() "
+            f"after every model.train(){or_frozen}.",
+            f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None,
+            _group_norm if groups else None,
+        )
     elif getattr(module, "track_running_stats", False) is True or (
         # a frozen batch norm has no momentum and keeps its statistics
         getattr(module, "running_var", None) is not None and hasattr(module, "momentum")
     ):
-        what = (
-            " with running statistics, which keep private data without noise. Build it with track_running_stats=False."
-        )
         known = isinstance(module, _InstanceNorm)
-        yield (
-            what,
+        yield Finding(
+            " with running statistics, which keep private data without noise. Build it with "
+            "track_running_stats=False.",
             f"{name}: track_running_stats=True -> False" if known else None,
             _forget_statistics if known else None,
         )
     for cls in type(module).__mro__:
         if cls.__name__ in _MIXES_EXAMPLES and not cls.__module__.startswith("peft."):  # around one of that name
-            yield (
-                f": {_MIXES_EXAMPLES[cls.__name__]}.",
-                None,
-                None,
-            )
+            yield Finding(f": {_MIXES_EXAMPLES[cls.__name__]}.")
 
 
 def _embedding_options(module: nn.Module) -> Iterator[Finding]:
@@ -385,44 +381,40 @@ def _embedding_options(module: nn.Module) -> Iterator[Finding]:
         reasons["sparse"] = "the noised gradient is dense"
     for option, why in reasons.items():
         fix = f"{type(module).__name__}: {option}={getattr(module, option)} -> {_OFF[option]}"
-        yield f" with {option}: {why}. Build it without {option}.", fix, partial(_switch_off, option=option)
+        yield Finding(f" with {option}: {why}. Build it without {option}.", fix, partial(_switch_off, option=option))
 
 
 def _spectral_norm(module: nn.Module) -> Iterator[Finding]:
     is_hooked = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
     if module.training and (is_hooked or isinstance(module, _SpectralNorm)):
-        what = (" with spectral norm" if is_hooked else "") + (
-            ": it writes its vectors in every forward pass, one after the other, so that no pass can be run again. "
+        yield Finding(
+            (" with spectral norm" if is_hooked else "")
+            + ": it writes its vectors in every forward pass, one after the other, so that no pass can be run again. "
             "Call its eval() after every model.train(), which keeps them as they are, or leave it out; weight_norm "
             "can be trained."
         )
-        yield what, None, None
 
 
 def _alien(module: nn.Module) -> Iterator[Finding]:
     if is_compiled(module):
-        yield f" compiled by torch.compile, {HOW_TO_UNCOMPILE}", None, None
+        yield Finding(f" compiled by torch.compile, {HOW_TO_UNCOMPILE}")
     if (type(module).__module__, type(module).__name__) == ("peft.tuners.lora.layer", "MultiheadAttention"):
-        yield (
+        yield Finding(
             ": in every forward pass it merges its adapter into new weights, which no rule sees. Leave it out of "
-            "target_modules (exclude_modules), or train the attention itself (modules_to_save).",
-            None,
-            None,
+            "target_modules (exclude_modules), or train the attention itself (modules_to_save)."
         )
     if why := unsupported_wrapper_reason(module):
-        yield f": {why}.", None, None
+        yield Finding(f": {why}.")
     quantization = sys.modules.get("torch.ao.quantization")  # it was imported if the model holds an observer
     if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
-        yield (
-            ": it keeps the range of private activations without noise. Take it out, and quantize the trained model.",
-            None,
-            None,
+        yield Finding(
+            ": it keeps the range of private activations without noise. Take it out, and quantize the trained model."
         )
 
 
 def _registered(module: nn.Module) -> Iterator[Finding]:
     for validator in _VALIDATORS.get(type(module), ()):
-        yield from ((f": {what}", None, None) for what in validator(module))
+        yield from (Finding(f": {what}") for what in validator(module))
 
 
 def _setting_problems(model: nn.Module) -> Iterator[Problem]:

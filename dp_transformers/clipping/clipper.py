@@ -23,13 +23,12 @@ import torch
 from torch import nn
 
 from ..mechanism.clipping_functions import ClippingFunction
-from .batch_dims import batch_size_of
+from .batch_dims import BATCH_FIRST, batch_size_of
 from .boundary import Boundary, follow, unfollow
 from .checks.check_model import CheckReport, run_check
+from .checks.losses import expect_no_gradient_at_padding
 from .checks.oracle import Oracle
-from .checks.outputs import LossFunction
-from .checks.padding import expect_no_gradient_at_padding
-from .checks.rows import MOST, Rows, Sizes
+from .checks.rows import LossFunction, Rows, Sizes
 from .checks.witness import Schedule, Witness
 from .coefficients import checked_clipping
 from .engine import ClippingEngine, TrainingLoop
@@ -341,7 +340,7 @@ class PerExampleClipper:
 
     def expect_no_gradient_at_padding(self, output: Any, lengths: Sizes) -> None:
         """Expect that the loss has no gradient at positions of ``output`` that are padding; see
-        :func:`.checks.padding.expect_no_gradient_at_padding`."""
+        :func:`.checks.losses.expect_no_gradient_at_padding`."""
         expect_no_gradient_at_padding(self.engine, output, lengths, self._oracle.position_dims)
 
     def recheck_if_changed(self) -> None:
@@ -468,29 +467,36 @@ class PerExampleClipper:
         learned where its examples are.
 
         Raises:
-            ValueError: a module was called so where ranks share parameters.
+            SelfCheckError: its examples are not where this pass took them to be, or ranks share parameters.
         """
         unknown = forward.unknown
         if unknown is None or not self.self_check:
             return
-        if self.shards or self.parallel:  # a rank that looked alone would wait for others
-            raise ValueError(
-                f"{unknown} is called otherwise than in the self-check, which did not learn where its examples are: "
-                "on other rows than those of the batch, or for some batches only. Where ranks share parameters that "
-                "is not looked at. Call it in every forward pass, on all rows, and mask what it is not for."
+        if not (self.shards or self.parallel):  # a rank that compared alone would wait for others
+            kind, args, kwargs, losses_of, lengths, sizes_of = self._call
+            rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
+            before = self._learned()
+            self._oracle.compare_owners(kind, rows, lengths, losses_of)
+            if before == self._learned():
+                return
+        self.engine.forget()
+        raise SelfCheckError(
+            f"{unknown} is called otherwise than on the rows that were compared before the first step: only in some "
+            "batches, and on other rows than those of the batch, as an expert that takes some positions of each. So "
+            "nobody knew whose gradients it has in this batch. Call it in every forward pass, on all rows, and mask "
+            "what it is not for, or let check() compare public rows that reach it before training."
+        )
+
+    def _learned(self) -> dict[nn.Module, tuple]:
+        """Return what each owner owns, and where it has its examples unless they come first, as is taken for granted
+        of calls of which nothing was learned."""
+        return {
+            owner.module: (
+                set(owner.names),
+                {key: dims for key, dims in owner.batch_dims.items() if any(dim != BATCH_FIRST for dim in dims)},
             )
-        kind, args, kwargs, losses_of, lengths, sizes_of = self._call
-        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
-        owned = {owner.module: set(owner.names) for owner in self.owners}
-        self._oracle.begin_anew()  # where its examples are is learned with the owners
-        self._oracle.compare(kind, rows, MOST, lengths, losses_of)
-        if owned != {owner.module: set(owner.names) for owner in self.owners}:  # which recorded this pass
-            raise SelfCheckError(
-                f"{unknown} is called on other rows than those of the batch, as an expert that takes some positions "
-                "of each, and took none of the rows that were compared before. From now on it is run one example at a "
-                "time, and this batch was recorded otherwise: call it in every forward pass, on all rows, and mask "
-                "what it is not for, or compare rows of public data that reach it before training."
-            )
+            for owner in self.owners
+        }
 
     def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
         """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here. What

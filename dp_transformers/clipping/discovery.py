@@ -118,8 +118,10 @@ def _learn_batch_dims(owners: Sequence[Owner], pairs: Sequence[tuple[Run, Run]],
     """Set the batch dimensions of every owner from pairs of runs on two batch sizes. Return the owners whose outputs
     have no batch dimension."""
     for owner in owners:
-        owner.batch_dims, owner.tensor_batch_dims, owner.returned_unbatched_output = {}, {}, False
-        owner.known_ranks = None if owner.rule.takes_call or owner.rule.tapped_inside else set()
+        # what is known of a module that other rows reached stays known
+        if owner.known_ranks is None or any(calls[owner] for pair in pairs for _, calls in pair):
+            owner.batch_dims, owner.tensor_batch_dims, owner.returned_unbatched_output = {}, {}, False
+            owner.known_ranks = None if owner.rule.takes_call or owner.rule.tapped_inside else set()
     return [owner for owner in owners if not all(_learn_from(owner, *runs, positions) for runs in pairs)]
 
 
@@ -129,7 +131,7 @@ def _learn_from(owner: Owner, run: Run, other: Run, positions: set[int]) -> bool
         return True  # the rule handles the batch dimension
     (batch, seen), (other_batch, other_seen) = run, other
     calls, other_calls = seen[owner], other_seen[owner]
-    owner.is_called = bool(calls)
+    owner.is_called = bool(calls or owner.known_ranks)
     if not _have_same_structure(calls, other_calls):
         return False
 

@@ -14,7 +14,7 @@ import logging
 import types
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, takewhile
 from operator import is_
@@ -63,11 +63,8 @@ class Snapshot:
         compared = [each for each in self._holders if each.name not in _HOOK_FLAGS]
         self._dicts = [each.held for each in compared if isinstance(each.held, dict)]
         self._others = [each.held for each in compared if not isinstance(each.held, dict)]
-        self._classes, self._entries, self._sizes = (
-            list(map(type, self._modules)),
-            self._entries_now(),
-            self._sizes_now(),
-        )
+        self._classes = list(map(type, self._modules))
+        self._entries, self._sizes = self._entries_now(), self._sizes_now()
         tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._arrays: list[tuple[np.ndarray, np.ndarray]] = []
         for path, name, _, before in self._holders:
@@ -87,21 +84,16 @@ class Snapshot:
 
     def _found(self, roots: Mapping[str, Any], parameters: bool) -> Iterator[_Holder]:
         for root, thing in roots.items():
-            parts = thing.named_modules() if isinstance(thing, nn.Module) else [("", thing)]
+            parts = list(thing.named_modules()) if isinstance(thing, nn.Module) else [("", thing)]
+            self._modules += [part for _, part in parts if isinstance(part, nn.Module)]
+            if parameters and isinstance(thing, nn.Module):  # a quantised weight keeps its scales among its attributes
+                parts += [(path, p) for path, p in thing.named_parameters() if not p.requires_grad and vars(p)]
             for path, part in parts:
-                if isinstance(part, nn.Module):
-                    self._modules.append(part)
                 path = _joined(root, path)
                 yield _Holder(path, "", vars(part), dict(vars(part)))
                 for name, x in vars(part).items():
-                    if name in _OF_TORCH or (name == "_parameters" and not parameters):
-                        continue
-                    yield from _inside(path, name, x)
-                for name, p in vars(part).get("_parameters", {}).items() if parameters else ():
-                    if p is not None and not p.requires_grad and vars(p):  # a quantised weight keeps its scales there
-                        yield _Holder(_joined(path, name), "", vars(p), dict(vars(p)))
-                        for key, x in vars(p).items():
-                            yield from _inside(_joined(path, name), key, x)
+                    if name not in _OF_TORCH and (parameters or name != "_parameters"):
+                        yield from _inside(path, name, x)
 
     def _sums_of_large(self, known: dict[int, tuple]) -> dict[int, tuple]:
         small, sums = set(self._small), {}
@@ -275,21 +267,10 @@ class ModelState:
         finally:
             now.restore()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Inside, the model runs without being trained, in another mode, say. It may leave nothing behind. Does
         nothing while a batch is under way, at whose end it is all put back."""
-        if self.is_watching:
-            yield
-            return
-        before, trained = self._snapshot(), self._trained
-        self._trained = trained or self._versions_of_trained()
-        try:
-            yield
-        finally:
-            self._restore(before)
-            self._trained = trained
-        self._conditions.require()
+        return nullcontext() if self.is_watching else self.during_check()
 
     @contextmanager
     def during_check(self, *, anew: bool = False) -> Iterator[None]:

@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..clipping.checks.losses import expect_same_alone
-from ..clipping.checks.outputs import is_batch_second
-from ..clipping.checks.rows import Rows
+from ..clipping.checks.rows import Rows, is_batch_second
 from ..clipping.errors import warn_once
 from ..step.step import PrivateStep
 

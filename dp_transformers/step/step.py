@@ -27,7 +27,7 @@ import torch
 
 from ..checks.validation import validate_optimizer
 from ..clipping import PerExampleClipper
-from ..clipping.checks.outputs import LossFunction
+from ..clipping.checks.rows import LossFunction
 from ..clipping.errors import SelfCheckError
 from ..clipping.loss_graph import BatchLoss
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch

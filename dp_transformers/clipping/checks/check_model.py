@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,7 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError, UnsupportedModuleError
 from ..modes import MODES, choose_mode
 from .oracle import Oracle
-from .outputs import LossFunction, arguments_of
-from .rows import Rows
+from .rows import LossFunction, Rows, arguments_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +30,9 @@ class CheckReport:
     seconds: float
 
 
-@contextlib.contextmanager
-def _attached(model: nn.Module, mode: str) -> Iterator[ClippingEngine]:
-    engine = ClippingEngine(model, choose_mode(mode, model))
-    engine.attach()
-    try:
-        yield engine
-    finally:
-        engine.detach()
-
-
 def check_model(
     model: nn.Module,
-    batch: Mapping[str, Any],
+    batch: Any,
     *,
     mode: str = "auto",
     loss_function: LossFunction | None = None,
@@ -53,8 +41,8 @@ def check_model(
 
     Args:
         model: The model as it will be trained.
-        batch: Keyword arguments of its forward, as a collator gives them, tensors with the batch first, at least two
-            examples.
+        batch: Keyword arguments of its forward in a dict, as a collator gives them, positional ones in a tuple, or one
+            tensor; the batch first, at least two examples.
         mode: The clipping mode to check.
         loss_function: ``f(**batch) -> (B,)`` per-example losses; default: a random linear function of every output.
 
@@ -72,8 +60,12 @@ def check_model(
         >>> report.norm_error < 1e-5
         True
     """
-    with _attached(model, mode) as engine:
+    engine = ClippingEngine(model, choose_mode(mode, model))
+    engine.attach()
+    try:
         return run_check(engine, *arguments_of(batch), loss_function)
+    finally:
+        engine.detach()
 
 
 def check_per_sample_gradients_are_correct(
@@ -90,8 +82,7 @@ def check_per_sample_gradients_are_correct(
     the reason of a refusal as a warning.
 
     Args:
-        inputs: The module's input: a tensor, a tuple of positional or a dict of keyword arguments, the batch first, at
-            least two examples.
+        inputs: The module's input, as of :func:`check_model`.
         module: What to check, not attached to a clipper; left as it is.
         modes: The clipping modes to check.
         tolerance: Largest relative error accepted: of each example's norm, and of the clipped sum, over all parameters
@@ -111,12 +102,9 @@ def check_per_sample_gradients_are_correct(
         >>> check_per_sample_gradients_are_correct(torch.randn(4, 3), torch.nn.Linear(3, 2))
         True
     """
-
-    args, kwargs = arguments_of(inputs)
     for mode in modes:
         try:
-            with _attached(module, mode) as engine:
-                report = run_check(engine, args, kwargs, loss_function)
+            report = check_model(module, inputs, mode=mode, loss_function=loss_function)
         except (SelfCheckError, UnsupportedModuleError) as error:
             logger.warning("mode %s: %s", mode, error)
             return False

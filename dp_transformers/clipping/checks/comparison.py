@@ -18,14 +18,16 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...mechanism.clipping_functions import ClippingFunction
+from ...mechanism.values import equal_or_nan
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
-from ..parallel.dtensor import full_tensors, is_dtensor, to_local
+from ..parallel.dtensor import is_dtensor, to_local
 from ..precision import HALF, sum_dtype
 from ..terms.arithmetic import flat_norm
-from .outputs import LossFunction, by_example, cut_to, projected
-from .rows import Rows, lengths_of
+from .rows import LossFunction, Rows, by_example, projected
 from .without_dropout import without_dropout
+
+HOW_TO_FIND = "ModuleValidator.find_mixing(model, batch), on public examples, names the module that mixes"
 
 # Largest relative error accepted, by the lowest precision seen in the forward pass. A rule that is wrong by 1% is
 # caught in fp32, which is where exactness and locality are decided: in bf16 a model may attend over the whole batch
@@ -67,6 +69,19 @@ class _AtTheMedian(ClippingFunction):
     def coefficients(self, norms_b: torch.Tensor) -> torch.Tensor:
         self.bound = float(norms_b.median()) or 1.0
         return (self.bound / norms_b).clamp(max=1.0)
+
+
+class Clipped(NamedTuple):
+    """What clipping the rows together gives: their losses and norms, the sum of each parameter, the bound of each
+    group, the lowest precision seen, and whether a part of the model ran under reentrant checkpointing, which hides it
+    from autograd."""
+
+    losses_b: torch.Tensor
+    norms_b: torch.Tensor
+    total: list[torch.Tensor]
+    bounds: list[float]
+    low_precision: torch.dtype
+    is_reentrant: bool
 
 
 class _Alone(NamedTuple):
@@ -123,16 +138,10 @@ class Comparison:
             return self.losses_of_rows(self.together)
         outputs, losses = self._outputs(self.together), []
         self.position_dims = [self._padded_dim(x, [of[i] for of in self._shapes]) for i, x in enumerate(outputs)]
-        for j, shapes in enumerate(self._shapes):
-            side = next((side for side, _ in lengths_of(self._rows.sizes, self._chosen[j]).values()), "right")
-            own = [cut_to(x[j], shape, side)[None] for x, shape in zip(outputs, shapes, strict=True)]
+        for j, (row, shapes) in enumerate(zip(self._chosen, self._shapes, strict=True)):
+            own = [self._rows.own_part(x, row, shape, j)[None] for x, shape in zip(outputs, shapes, strict=True)]
             losses.append(projected(own))
         return torch.cat(losses)
-
-    def _noted_losses(self) -> torch.Tensor:
-        losses_b, forward = self.losses(), self._engine.forward
-        self.is_reentrant = forward is not None and forward.reentrant
-        return losses_b
 
     @staticmethod
     def _padded_dim(x: torch.Tensor, shapes: Sequence[torch.Size]) -> int | None:
@@ -150,24 +159,24 @@ class Comparison:
         with self._engine.suspended():
             alone = [self._alone(i) for i in self._chosen]
         self._shapes = [each.shapes for each in alone] if self._losses_of is None else []
-        losses_b, norms_b, total, bounds, low_precision = clipped(self._engine, self._noted_losses)
-        _require_equal_replicas(self._engine, total, TOLERANCE[low_precision])
-        own_b = torch.stack([_together(each.lengths.values()) for each in alone]).to(norms_b.device)
-        of_one_b = torch.stack([each.loss for each in alone]).float().to(losses_b.device)
-        error = self._error_of_sum(alone, own_b, total, bounds, low_precision)
-        least = 1.0 if low_precision in HALF else 0.01  # a loss may be close to 0, and the rounding in it is not
-        return Errors(_apart(norms_b, own_b), _apart(losses_b.float(), of_one_b, least), error, low_precision)
+        found = clipped(self._engine, self.losses)
+        self.is_reentrant = found.is_reentrant
+        _require_equal_replicas(self._engine, found.total, TOLERANCE[found.low_precision])
+        own_b = torch.stack([_together(each.lengths.values()) for each in alone]).to(found.norms_b.device)
+        of_one_b = torch.stack([each.loss for each in alone]).float().to(found.losses_b.device)
+        error = self._error_of_sum(alone, own_b, found)
+        least = 1.0 if found.low_precision in HALF else 0.01  # a loss may be close to 0, and the rounding in it is not
+        loss_error_b = _apart(found.losses_b.float(), of_one_b, least)
+        return Errors(_apart(found.norms_b, own_b), loss_error_b, error, found.low_precision)
 
     def error_with_all_kept(self) -> float:
         """Return how far (relative) the sum is from that of a pass that keeps all that a ``memory_budget`` may let it
         keep, and so is formed in another way."""
-        _, _, total, _, low_precision = clipped(self._engine, self.losses)
-        shadows = list(map(_shadow, total))
-        del total
+        shadows = list(map(_shadow, clipped(self._engine, self.losses).total))
         with self._engine.keeping_all():
-            _, _, kept, _, _ = clipped(self._engine, self.losses)
-        error = _distance(list(zip(map(_shadow, kept), shadows, strict=True)), self._scales, low_precision)
-        return self._agreed(error, low_precision)
+            kept = clipped(self._engine, self.losses)
+        pairs = list(zip(map(_shadow, kept.total), shadows, strict=True))
+        return self._agreed(_distance(pairs, self._scales, kept.low_precision), kept.low_precision)
 
     # ---- one row ----
 
@@ -206,7 +215,7 @@ class Comparison:
         losses, shapes = self._loss_alone(row)
         shards, lengths, shadows = self._engine.trainable.shards, {}, {}
         for p, g in self._gradient(losses[0]):
-            (lengths[p],) = _lengths([g])
+            lengths[p] = _length(g)
             shadows[p] = _shadow(shards.summed(p, to_local(g)) if shards else g)
         return _Alone(losses[0].detach(), lengths, shadows, shapes)
 
@@ -230,14 +239,7 @@ class Comparison:
 
     # ---- their sum ----
 
-    def _error_of_sum(
-        self,
-        alone: Sequence[_Alone],
-        own_b: torch.Tensor,
-        total: list[torch.Tensor],
-        bounds: Sequence[float],
-        low_precision: torch.dtype,
-    ) -> float:
+    def _error_of_sum(self, alone: Sequence[_Alone], own_b: torch.Tensor, found: Clipped) -> float:
         """Return how far the clipped sum is from that of the rows alone, each clipped to these bounds, relative to the
         length of the rows' parts of it: rows may cancel each other."""
         expected: dict[nn.Parameter, Any] = {}
@@ -245,17 +247,17 @@ class Comparison:
         for each, norm in zip(alone, own_b, strict=True):
             if not bool(torch.isfinite(norm)):
                 continue  # it takes no part
-            for group, bound in zip(self._engine.groups, bounds, strict=True):
+            for group, bound in zip(self._engine.groups, found.bounds, strict=True):
                 if own := [each.lengths[p] for p in group.parameters if p in each.lengths]:
                     share = float((bound / _together(own).clamp(min=NEGLIGIBLE)).clamp(max=1.0))
                     for p in (p for p in group.parameters if p in each.lengths):
                         expected[p] = expected.get(p, 0.0) + share * each.shadows[p]
                         squares[p] = squares.get(p, 0.0) + (share * each.lengths[p]).square()
-        pairs = [(_shadow(x), expected.get(p, 0.0)) for p, x in zip(self._parameters, total, strict=True)]
+        pairs = [(_shadow(x), expected.get(p, 0.0)) for p, x in zip(self._parameters, found.total, strict=True)]
         zero, shards = own_b.new_zeros((), dtype=torch.float64), self._engine.trainable.shards
         ranks = shards.mesh.size() if shards.mesh is not None else 1  # all of them add the same rows
         self._scales = [ranks * squares.get(p, zero).to(zero.device).sqrt() for p in self._parameters]
-        return self._agreed(_distance(pairs, self._scales, low_precision), low_precision)
+        return self._agreed(_distance(pairs, self._scales, found.low_precision), found.low_precision)
 
     def _agreed(self, error: float, low_precision: torch.dtype) -> float:
         """Return infinity where another process finds its shard of the sum wrong, so that all decide alike."""
@@ -263,23 +265,20 @@ class Comparison:
         return math.inf if trainable.shards.any_rank(is_wrong, trainable.device) and not is_wrong else error
 
 
-def clipped(
-    engine: ClippingEngine, losses: Callable[[], torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], list[float], torch.dtype]:
-    """Clip each of the engine's groups by itself, to the median of its norms: (k,) losses and norms, the sum of each
-    parameter, the bounds, and the lowest precision seen."""
+def clipped(engine: ClippingEngine, losses: Callable[[], torch.Tensor]) -> Clipped:
+    """Clip each of the engine's groups by itself, to the median of its norms."""
     parameters = engine.trainable.parameters
     for p in parameters:
         p.grad = None
-    losses_b = losses()
-    low = [losses_b.dtype, engine.trainable.low_precision]
-    low += [engine.forward.low_precision] if engine.forward else []
+    losses_b, forward = losses(), engine.forward
+    low = [losses_b.dtype, engine.trainable.low_precision, *([forward.low_precision] if forward else [])]
     functions = [_AtTheMedian() for _ in engine.groups]
     groups = [group._replace(clipping=each) for group, each in zip(engine.groups, functions, strict=True)]
     with without_dropout():  # of what runs again
         norms_b = engine.backward(losses_b, groups=groups)
     total = [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters]
-    return losses_b.detach(), norms_b, total, [each.bound for each in functions], max(low, key=TOLERANCE.__getitem__)
+    bounds, is_reentrant = [each.bound for each in functions], forward is not None and forward.reentrant
+    return Clipped(losses_b.detach(), norms_b, total, bounds, max(low, key=TOLERANCE.__getitem__), is_reentrant)
 
 
 def _is_of_the_user(error: Exception) -> bool:
@@ -307,6 +306,16 @@ def _apart(found_b: torch.Tensor, own_b: torch.Tensor, least: float = 0.01) -> t
     return torch.where(torch.isfinite(found_b) | torch.isfinite(own_b), apart_b, 0.0)
 
 
+def differs(together: torch.Tensor, alone: torch.Tensor, of_all: torch.Tensor, tolerance: float) -> bool:
+    """Whether what a row has in a batch is another thing than what it has alone, relative to its length, and to at
+    least a hundredth of that of the longest row; what is not a number in both is the same."""
+    x, y = together.float(), alone.float()
+    rows = of_all.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).unsqueeze(1).flatten(1)
+    least = max(NEGLIGIBLE, 0.01 * float(rows.norm(dim=1).max()))
+    scale = y.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).norm().clamp(min=least)
+    return not bool(torch.where(equal_or_nan(x, y), 0.0, x - y).norm() <= tolerance * scale)
+
+
 def _distance(
     pairs: Sequence[tuple[torch.Tensor, Any]], scales: Sequence[torch.Tensor], low_precision: torch.dtype
 ) -> float:
@@ -332,12 +341,6 @@ def _shadow(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([sums.flatten(), flat[whole:]])
 
 
-def _lengths(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The length of each, on the device of the first."""
-    lengths = full_tensors(map(_length, tensors))
-    return [x.to(lengths[0].device).view(()) for x in lengths]
-
-
 def _together(lengths: Iterable[torch.Tensor]) -> torch.Tensor:
     found = list(lengths)
     return torch.stack(found).norm().float() if found else torch.zeros(())
@@ -345,8 +348,8 @@ def _together(lengths: Iterable[torch.Tensor]) -> torch.Tensor:
 
 def _length(x: torch.Tensor) -> torch.Tensor:
     if is_dtensor(x):
-        return torch.linalg.vector_norm(x.double())
-    return flat_norm(x.to(sum_dtype(x)).reshape(1, -1)).double()
+        return torch.linalg.vector_norm(x.double()).full_tensor()
+    return flat_norm(x.to(sum_dtype(x)).reshape(1, -1)).double().view(())
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from ..engine import ClippingEngine
 from ..loss_graph import dtypes_in_graph
 from ..precision import HALF, full_products, product_settings, without_autocast
-from .outputs import evaluating, kept_buffers
+from .without_dropout import evaluating
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _stays_in_float32(engine: ClippingEngine, losses: Callable[[], torch.Tensor]
     ]
     wholes = [whole for p in engine.trainable.parameters for whole in engine.trainable.shards.all_unsharded(p)]
     try:
-        with engine.suspended(), evaluating(engine.model), kept_buffers(engine.model):
+        with engine.suspended(), evaluating(engine.model):
             for p in frozen:
                 p.requires_grad_()  # so that the graph shows what they compute in
             losses_b = losses()

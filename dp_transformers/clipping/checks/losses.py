@@ -1,17 +1,19 @@
-"""The expectation that a criterion gives a row the loss that it has alone, and unpadded."""
+"""Expectations of a loop's losses: a row's loss is the one that it has alone, and padding has no gradient."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
 from ...runtime.randomness import global_state, same_global_state, seeded_global_generators
-from .comparison import NEGLIGIBLE, TOLERANCE
-from .outputs import cut_to
-from .rows import Rows, lengths_of
+from ..engine import ClippingEngine
+from ..errors import SelfCheckError
+from .comparison import TOLERANCE, differs
+from .rows import Rows, Sizes, columns_of, floating_tensors, lengths_of, with_rows
 from .without_dropout import without_dropout
 
 logger = logging.getLogger(__name__)
@@ -19,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def expect_same_alone(losses_of: Callable[..., torch.Tensor], rows: Rows) -> None:
     """Raise ValueError if the loss of a row, or its gradient, is another one alone. A loss that draws random numbers
-    other than torch's, or cannot be computed for one row, is not looked at.
+    other than torch's, or cannot be computed for one row, is not compared.
 
     Args:
         losses_of: ``f(*args, **kwargs) -> (B,)``. It runs no model.
@@ -29,8 +31,8 @@ def expect_same_alone(losses_of: Callable[..., torch.Tensor], rows: Rows) -> Non
     try:
         with seeded_global_generators([0], device), without_dropout(), torch.enable_grad():
             before = global_state(device)
-            losses_b, grads = _with_gradients(losses_of, rows)
-            alone = [(i, *_with_gradients(losses_of, rows.alone(i))) for i in rows.spread()]
+            together = _with_gradients(losses_of, rows)
+            alone = {row: _with_gradients(losses_of, rows.alone(row)) for row in rows.spread()}
             if not same_global_state(before, global_state(device)):
                 return
     except torch.OutOfMemoryError:
@@ -38,42 +40,68 @@ def expect_same_alone(losses_of: Callable[..., torch.Tensor], rows: Rows) -> Non
     except Exception as error:
         logger.info("a row's loss was not computed alone: %s: %s", type(error).__name__, error)
         return
-    sides = [next((side for side, _ in lengths_of(rows.sizes, i).values()), "right") for i, *_ in alone]
-    for (i, loss, own), side in zip(alone, sides, strict=True):
-        _refuse_unless_same(losses_b[i], loss[0], losses_b)
-        for x, y in zip(grads, own, strict=True):
-            kept = cut_to(x[i], y.shape[1:], side)
-            _refuse_unless_same(kept, y[0], x)
-            _refuse_unless_same(kept.norm(), x[i].norm(), x)
+    for row, found in alone.items():
+        for x, (own, *_) in zip(together, found, strict=True):
+            kept, tolerance = rows.own_part(x, row, own.shape), TOLERANCE[x.dtype]
+            if differs(kept, own, x, tolerance) or differs(kept.norm(), x[row].norm(), x, tolerance):
+                raise ValueError(
+                    "an example's loss, or its gradient, is another one when other examples share its batch, or when "
+                    "it is padded to the length of a longer one: the criterion compares rows (the hardest of a batch, "
+                    "ranks, batch statistics, their number), or counts padded positions. Pad targets with a number "
+                    "that it ignores (ignore_index), or compute losses of shape (B,), each from its own row and its "
+                    "own positions alone, and call engine.backward(losses)."
+                )
 
 
-def _with_gradients(losses_of: Callable[..., torch.Tensor], rows: Rows) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _with_gradients(losses_of: Callable[..., torch.Tensor], rows: Rows) -> list[torch.Tensor]:
     """Return the losses, and the gradients of their sum by what has a graph."""
     leaves: list[torch.Tensor] = []
 
     def detached(path: tuple, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, torch.Tensor) or not x.requires_grad:
             return x
-        if x.requires_grad:
-            leaves.append(x.detach().clone().requires_grad_())
-            return leaves[-1]
-        return x.detach()
+        leaves.append(x.detach().clone().requires_grad_())
+        return leaves[-1]
 
-    losses = rows.changed(detached).call(losses_of)
-    found = (
-        torch.autograd.grad(losses.sum(), leaves, allow_unused=True) if losses.requires_grad else [None] * len(leaves)
+    losses, found = rows.changed(detached).call(losses_of), [None] * len(leaves)
+    if losses.requires_grad:
+        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    return [losses.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))]
+
+
+def expect_no_gradient_at_padding(
+    engine: ClippingEngine, output: Any, lengths: Sizes, dims: Sequence[int | None]
+) -> None:
+    """Expect that a loss of what the model returned has no gradient where its shortest row is padding.
+
+    Args:
+        output: What the model returned for a batch.
+        lengths: How the rows of the batch are padded, by columns.
+        dims: In which dimension each output has padding, as :class:`.comparison.Comparison` has seen.
+    """
+    if not (lengths and any(dims) and engine.forward is not None and engine.batch_first):
+        return
+    own = [own for _, own in columns_of(lengths)]
+    row = min(range(len(own[0])), key=lambda i: sum(each[i] for each in own))
+    padded = lengths_of(lengths, row)
+
+    def expect(gradient: torch.Tensor | None, at: tuple) -> None:
+        if gradient is not None:  # else the loss does not read this output
+            engine.conditions.expect(~(gradient[at].abs().max() > 0), _refuse_gradient)
+
+    for x, d in zip([x for x in floating_tensors(with_rows(output)) if x.dim()], dims, strict=False):
+        if d is None or not x.requires_grad or x.dim() <= d or len(x) != engine.forward.batch_size:
+            continue
+        side, own_length = padded.get(x.shape[d], ("right", x.shape[d]))
+        if own_length < x.shape[d]:
+            positions = slice(own_length, None) if side == "right" else slice(x.shape[d] - own_length)
+            x.register_hook(partial(expect, at=(row, *[slice(None)] * (d - 1), positions)))
+
+
+def _refuse_gradient() -> NoReturn:
+    raise SelfCheckError(
+        "the loss has a gradient at outputs for positions that are padding: examples are padded to the length of "
+        "others, so every example has a say in the gradients of others, beyond the clipping bound. Leave these "
+        "positions out of the loss (ignore_index, or a mask, in the mean too), or pad all examples to one length "
+        "(padding='max_length')."
     )
-    return losses.detach(), [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
-
-
-def _refuse_unless_same(x: torch.Tensor, y: torch.Tensor, of_all: torch.Tensor) -> None:
-    rows = of_all.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).reshape(len(of_all), -1)
-    scale = torch.maximum(y.float().norm(), 0.01 * rows.norm(dim=1).max()).clamp(min=NEGLIGIBLE)
-    if not bool((x.float() - y.float()).norm() <= TOLERANCE[of_all.dtype] * scale) and bool(y.isfinite().all()):
-        raise ValueError(
-            "an example's loss, or its gradient, is another one when other examples share its batch, or when it is "
-            "padded to the length of a longer one: the criterion compares rows (the hardest of a batch, ranks, batch "
-            "statistics, their number), or counts padded positions. Pad targets with a number that it ignores "
-            "(ignore_index), or compute losses of shape (B,), each from its own row and its own positions alone, and "
-            "call engine.backward(losses)."
-        )

@@ -31,11 +31,10 @@ from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, UnownedParameterError, UnsupportedModuleError, named
 from ..owners import reassign_to_parents, warn_about_fallback
-from .comparison import TOLERANCE, Comparison, Errors, perturbed
+from .comparison import HOW_TO_FIND, TOLERANCE, Comparison, Errors, perturbed
 from .float32 import in_float32_if_possible, with_float32
-from .outputs import LossFunction, evaluating, has_batch
-from .rows import MOST, Rows, Sizes, columns_of
-from .without_dropout import without_dropout
+from .rows import MOST, LossFunction, Rows, Sizes, columns_of, has_batch
+from .without_dropout import evaluating, without_dropout
 
 logger = logging.getLogger(__name__)
 _PAIR = 2  # rows that are compared when lengths alone are new
@@ -119,6 +118,16 @@ class Oracle:
         self._records.setdefault(kind, _Record()).note(rows.size if count > _PAIR else 0, lengths)
         return errors
 
+    def compare_owners(self, kind: Any, rows: Rows, lengths: Sizes, losses_of: LossFunction | None) -> None:
+        """Find owners once more, on rows that reach a module which no others did, and compare these. What was compared
+        before stays compared.
+
+        Raises:
+            SelfCheckError: as :meth:`compare`.
+        """
+        self.has_compared = False
+        self.compare(kind, rows, MOST, lengths, losses_of)
+
     def _compared(self, rows: Rows, chosen: list[int], losses_of: LossFunction | None) -> Errors:
         engine = self._engine
         precise = rows.changed(lambda path, x: with_float32(x))
@@ -197,37 +206,33 @@ class Oracle:
 
     def _refuse(self, rows: Rows, chosen: Sequence[int], errors: Errors) -> None:
         """Raise SelfCheckError that says what the reason may be. It has no figure of any row."""
-        engine = self._engine
-        where = f"{type(engine.model).__name__} in mode '{engine.mode.name}'"
+        where = f"{type(self._engine.model).__name__} in mode '{self._engine.mode.name}'"
         wrong_b, padded_b = errors.wrong_b.tolist(), [rows.is_padded(i) for i in chosen]
         own = {padded for wrong, padded in zip(wrong_b, padded_b, strict=True) if wrong}
         others = {padded for wrong, padded in zip(wrong_b, padded_b, strict=True) if not wrong}
         if own == {True} and False in others:
             raise SelfCheckError(
                 f"an example's gradient or loss is another one when it is padded to the length of a longer one of its "
-                f"batch ({where}), so every example has a say in the gradients of others, beyond the clipping bound. "
-                f"{HOW_TO_PAD} If padding is right, the model or its loss mixes examples by what is in the longest: "
-                "ModuleValidator.find_mixing(model, batch), on public examples, names the module."
+                f"batch ({where}), so every example has a say in the gradients of others. {HOW_TO_PAD} If padding is "
+                f"right, the model or its loss mixes examples by what is in the longest. {HOW_TO_FIND}."
             )
         may_be_padded = f" Or it reads padding: {HOW_TO_PAD}" if any(padded_b) else ""
         raise SelfCheckError(
-            f"an example of a batch has another gradient or loss beside other examples than alone, so clipping is not "
-            f"exact for {where}: the model or its loss mixes examples (batch statistics, a condition or a maximum "
-            "over the batch, an order of its own, a loss that compares rows or averages over the batch's tokens), or "
-            "draws random numbers that are other ones when it runs again (torch's global generator is put back), or "
-            "a rule is wrong for a module. ModuleValidator.find_mixing(model, batch), on public examples, names the "
-            "module that mixes: compute each row from itself alone, choose by a mask (torch.where), and average "
-            "losses within each example. If none mixes, freeze the modules that are not of torch or transformers one "
-            f"after the other until this passes, and report the one that it was.{may_be_padded}"
+            f"an example has another gradient or loss beside other examples than alone, so clipping is not exact for "
+            f"{where}: the model or its loss mixes examples (batch statistics, a condition or a maximum over the "
+            "batch, a loss that compares rows or averages over the batch's tokens), or draws random numbers that are "
+            f"other ones when it runs again, or a rule is wrong for a module. {HOW_TO_FIND}: compute each row from "
+            "itself alone, and choose by a mask (torch.where). If none mixes, freeze the modules that are not of "
+            "torch or transformers one after the other until this passes, and report the one that it was."
+            f"{may_be_padded}"
         )
 
 
 HOW_TO_PAD = (
-    "Pad on the other side (padding_side of the tokenizer), or pad all examples to one length "
-    "(padding='max_length'), pad targets with what the loss ignores (-100, the label_pad_token_id of collators), or "
-    "leave padding out in a per-example loss of your own; give a model with learned positions position_ids that are "
-    "counted from the mask; a recurrent model: pack its input (pack_padded_sequence), or read its states at each "
-    "example's last own position."
+    "Pad on the other side (padding_side of the tokenizer), or all examples to one length (padding='max_length'), pad "
+    "targets with what the loss ignores (-100, the label_pad_token_id of collators), give a model with learned "
+    "positions position_ids counted from the mask, pack the input of a recurrent model (pack_padded_sequence), or "
+    "leave padding out in a loss of your own."
 )
 
 

@@ -1,20 +1,23 @@
-"""The rows of a batch that a model is called with: some of them as they stand, or one alone without its padding."""
+"""The rows of a batch: of what a model is called with, some of them as they stand, or one alone without its padding;
+and of what it returns."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
 
 from ..batch_dims import batch_size_of
-from ..ragged import Ragged, is_ragged, packed, unpacked
-from .outputs import has_batch, second_dimension_first
+from ..errors import SelfCheckError
+from ..parallel.dtensor import is_dtensor
+from ..ragged import Ragged, is_ragged, packed, unpacked, unpacked_sequence
 
+LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> (B,) losses
 # By the path of a tensor in (args, kwargs) (``torch.utils._pytree.keystr``), and by dimension: on which side it is
 # padded, and the size that each row has without padding. Rows are in dimension 0.
 Sizes = Mapping[str, Mapping[int, tuple[str, Sequence[int]]]]
@@ -120,6 +123,15 @@ class Rows:
             return self.names[path[1].idx] if path[1].idx < len(self.names) else ""
         return str(getattr(path[-1], "key", ""))
 
+    def own_part(self, x: torch.Tensor, row: int, shape: Sequence[int], place: int | None = None) -> torch.Tensor:
+        """Return what a row has of a tensor with all rows, in the shape that it has alone.
+
+        Args:
+            place: Where in the tensor the row is, if not where it is among all rows.
+        """
+        side = next((side for side, _ in lengths_of(self.sizes, row).values()), "right")
+        return cut_to(x[row if place is None else place], shape, side)
+
     # ---- which rows ----
 
     def spread(self, most: int = MOST) -> list[int]:
@@ -148,3 +160,94 @@ def lengths_of(sizes: Sizes, row: int) -> dict[int, tuple[str, int]]:
         for side, own in of.values():
             found.setdefault(max(own), set()).add((side, own[row]))
     return {longest: next(iter(ways)) for longest, ways in found.items() if len(ways) == 1}
+
+
+# ---- what a model returns ----
+
+
+def has_batch(x: Any, batch: int) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 0 and len(x) == batch
+
+
+def arguments_of(batch: Any) -> tuple[tuple, dict]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) and not is_ragged(batch) else (batch,)), {}
+
+
+def second_dimension_first(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    return tree_map(
+        lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x,
+        (args, kwargs),
+        is_leaf=is_ragged,
+    )
+
+
+def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) -> list[torch.Tensor]:
+    """Return every tensor of numbers in what the model returned for so many examples, examples first."""
+
+    tensors = [x for x in floating_tensors(with_rows(output)) if x.dim()]
+    is_split = any(is_dtensor(x) for x in tensors)
+    found = [x.transpose(0, 1) if is_batch_second(x, batch, batch_first=batch_first) else x for x in tensors]
+    if is_split or not found or any(len(x) != batch for x in found):
+        what = "a DTensor" if is_split else type(output).__name__
+        raise SelfCheckError(
+            f"{type(model).__name__} returns {what}, and which of its numbers are whose is not known: return tensors "
+            "whose first dimension is the batch, in a tuple, dict or dataclass if need be (the last module of a "
+            "tensor-parallel plan gathers its output: output_layouts=Replicate()), or hand over a loss_function."
+        )
+    return found
+
+
+def is_batch_second(x: torch.Tensor, batch: int, *, batch_first: bool) -> bool:
+    """Whether an output has its examples in the second dimension, as the states of a recurrent layer have them,
+    whatever comes first in its outputs."""
+    return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
+
+
+def with_rows(output: Any) -> Any:
+    """Return (B, ...) in the place of every PackedSequence: for each example a sum over its positions, each with a
+    weight of its own."""
+
+    def weighted(x: Any) -> Any:
+        if not is_ragged(x):
+            return x
+        padded = unpacked_sequence(x).padded
+        return torch.tensordot(torch.arange(1, padded.shape[1] + 1).sin().to(padded), padded, dims=([0], [1]))
+
+    return tree_map(weighted, output, is_leaf=is_ragged)
+
+
+def floating_tensors(structure: Any) -> list[torch.Tensor]:
+    """Return the tensors of numbers in it, also in mappings and dataclasses that torch does not know."""
+    found: list[torch.Tensor] = []
+    for x in tree_leaves(structure):
+        if isinstance(x, torch.Tensor):
+            found += [x] if x.is_floating_point() else []
+        elif isinstance(x, Mapping):
+            found += floating_tensors(list(x.values()))
+        elif is_dataclass(x) and not isinstance(x, type):
+            found += floating_tensors([getattr(x, each.name, None) for each in fields(x)])
+    return found
+
+
+def projected(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return (B,), a fixed random linear function of each row of the tensors."""
+    losses = []
+    for x in tensors:
+        generator = torch.Generator().manual_seed(x[0].numel())
+        weight = torch.randn(x[0].numel(), generator=generator).to(x.device) / max(1, x[0].numel()) ** 0.5
+        losses.append(x.flatten(1).float() @ weight if x.dim() > 1 else x.float() * weight)
+    return torch.stack(losses).sum(0)
+
+
+def cut_to(x: torch.Tensor, shape: Sequence[int], side: str) -> torch.Tensor:
+    """Return a row of an output without the positions that it has for padding, which are on this side."""
+    if x.dim() != len(shape) or any(n < m for n, m in zip(x.shape, shape, strict=True)):
+        raise SelfCheckError(
+            f"the model's output has {x.dim() + 1} dimensions for several examples, and another shape for one alone: "
+            "squeeze() takes the dimension of the batch too where it is 1. Name the dimension, as in squeeze(-1)."
+        )
+    for d, wanted in enumerate(shape):
+        x = x.narrow(d, 0 if side == "right" else x.shape[d] - wanted, wanted)
+    return x

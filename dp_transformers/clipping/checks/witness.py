@@ -17,28 +17,25 @@ import random
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
-from ...mechanism.values import equal_or_nan
 from ...runtime.randomness import global_state, same_global_state, seeded_global_generators
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..hooks import configurations, without_caches
 from ..precision import HALF
 from ..recorded_call import autocast_state
-from .comparison import NEGLIGIBLE, TOLERANCE
-from .outputs import LossFunction, by_example, cut_to, evaluating
-from .rows import Rows, lengths_of
-from .without_dropout import without_dropout
+from .comparison import HOW_TO_FIND, TOLERANCE, differs
+from .rows import LossFunction, Rows, by_example
+from .without_dropout import evaluating, without_dropout
 
 logger = logging.getLogger(__name__)
 
 SHARE = 0.01  # of the time
-_LEAST = 1e-2  # rows whose numbers are smaller than this share of the largest are measured by that share
 _MOST = 8  # rows that are looked at after one that differs
 _RATE_OF_RANKS = 1 / 128  # where processes must look together: in so many batches
 
@@ -50,7 +47,7 @@ class Schedule:
         clock: Returns seconds.
     """
 
-    def __init__(self, clock: Any = time.perf_counter):
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock = clock
         self._began = self._spent = self._last = 0.0
         self._secret, self._alike = random.Random(secrets.randbits(128)), random.Random(6)
@@ -113,7 +110,7 @@ class Witness:
             return  # nobody could tell rows from positions
         drew = not same_global_state(self._before, global_state(engine.trainable.device))
         try:
-            moved = self._any_rank(drew) or self._are_moved(self._tensors(given, self._rows), self._order[:1])
+            moved = self._any_rank(drew) or self._are_moved(self._tensors(given, rows), self._order[:1])
             moved = moved and self._are_moved_without_dropout()
         except (SelfCheckError, torch.OutOfMemoryError) as error:  # outputs without rows, or no memory left
             logger.info("no row was run again alone: %s", error)
@@ -126,19 +123,20 @@ class Witness:
                 "alone and unpadded: what is in other rows decides what is computed for it (a condition over the "
                 "whole batch, as (input_ids == image_token).any(), a maximum, statistics, places that are limited, a "
                 "length above which all rows are treated otherwise, a loss that compares rows), beyond the clipping "
-                "bound. Compute each row from itself alone: apply what some rows need to all of them and choose by a "
-                "mask, row by row (torch.where). ModuleValidator.find_mixing(model, batch), on public examples, names "
-                "a module that mixes."
+                f"bound. {HOW_TO_FIND}: compute each row from itself alone, apply what some rows need to all of them, "
+                "and choose by a mask, row by row (torch.where)."
             )
 
     def _are_moved(self, given: Sequence[torch.Tensor], rows: Sequence[int], least: int = 1) -> bool:
         """Whether at least so many of these rows give something else alone."""
+        precision = self._engine.trainable.low_precision
         moved = 0
         for row in rows:
-            alone = self._rows.alone(row)
-            with self._quiet():
-                found = self._tensors(alone.call(self._called), alone)
-            moved += any(self._is_moved(x, own[0], row) for x, own in zip(given, found, strict=True))
+            for x, (own, *_) in zip(given, self._computed(self._rows.alone(row))[0], strict=True):
+                lowest = min(x.dtype, precision, key=lambda dtype: torch.finfo(dtype).bits)
+                if differs(self._rows.own_part(x, row, own.shape), own, x, TOLERANCE[lowest]):
+                    moved += 1
+                    break
         return self._any_rank(moved >= least)
 
     def _any_rank(self, condition: bool) -> bool:
@@ -149,43 +147,23 @@ class Witness:
     def _are_moved_without_dropout(self) -> bool:
         """The same of more rows, where the batch runs again with constants for random numbers; False if some are drawn
         even where the model evaluates."""
-        device = self._engine.trainable.device
         for context in (nullcontext(), evaluating(self._engine.model)):
             with context:
-                with self._quiet():
-                    before = global_state(device)
-                    given = self._tensors(self._rows.call(self._called), self._rows)
-                    draws = not same_global_state(before, global_state(device))
-                if not self._any_rank(draws):
+                given, drew = self._computed(self._rows)
+                if not self._any_rank(drew):
                     rows, is_low = self._order, self._engine.trainable.low_precision in HALF
                     least = len(rows) // 2 + 1 if is_low else min(2, max(1, len(rows) - 1))
                     return self._are_moved(given, rows[:1]) and (len(rows) < 2 or self._are_moved(given, rows, least))
         return False
-
-    @property
-    def _called(self) -> Any:
-        return self._engine.model if self._losses_of is None else self._losses_of
 
     def _tensors(self, given: Any, rows: Rows) -> list[torch.Tensor]:
         if self._losses_of is not None:
             return [given.detach()]
         return [x.detach() for x in by_example(self._engine.model, given, rows.size, batch_first=rows.batch_first)]
 
-    def _is_moved(self, x: torch.Tensor, own: torch.Tensor, row: int) -> bool:
-        """Return whether a row of a tensor is another one than that of the row alone."""
-        if not x.numel():
-            return False
-        side = next((side for side, _ in lengths_of(self._rows.sizes, row).values()), "right")
-        lowest = min(x.dtype, self._engine.trainable.low_precision, key=lambda dtype: torch.finfo(dtype).bits)
-        given, alone = cut_to(x[row], own.shape, side).float(), own.float()
-        apart = torch.where(equal_or_nan(given, alone), 0.0, given - alone).norm()
-        largest = x.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten(1 if x.dim() > 1 else 0).abs().max()
-        scale = alone.norm().clamp(min=float(largest) * _LEAST).clamp(min=NEGLIGIBLE)
-        return not bool(apart <= TOLERANCE[lowest] * scale)
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Inside, the model runs without a graph and without dropout, and leaves nothing behind."""
+    def _computed(self, rows: Rows) -> tuple[list[torch.Tensor], bool]:
+        """Compute what is compared without a graph and without dropout, and leave nothing behind. Return it, and
+        whether random numbers were drawn."""
         engine, device = self._engine, self._engine.trainable.device
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -197,4 +175,6 @@ class Witness:
             stack.enter_context(seeded_global_generators([0], device))
             stack.enter_context(without_dropout())
             stack.enter_context(torch.autocast(*self._autocast, cache_enabled=False))
-            yield
+            before = global_state(device)
+            given = rows.call(engine.model if self._losses_of is None else self._losses_of)
+            return self._tensors(given, rows), not same_global_state(before, global_state(device))
