@@ -75,7 +75,7 @@ def ours(task: Task, mode: str, memory_budget: float | str | None = None) -> Seq
 
     def step() -> None:
         clipper.engine.end_draw()
-        clipper.engine.conditions.require()
+        clipper.engine.deferred_checks.require()
         sums.become_gradients()
         add_noise_and_divide(
             clipper.parameters, noise, dither=dither, std=std, divisor=task.size, scales=clipper.noise_scales

@@ -75,7 +75,7 @@ def expect_own_rows(graph: LoopGraph, roots: Sequence[torch.Tensor], forward: Fo
 
     is_each = roots[0].dim() > 0
     if is_each and any(graph.pairs_rows(node, size) and math.prod(shape_of(node)) == size**2 for node in graph.leads):
-        forward.conditions.expect(torch.zeros(()), _refuse_comparing)  # each output met the targets of all rows
+        forward.deferred_checks.expect(torch.zeros(()), _refuse_comparing)  # each output met the targets of all rows
     try:
         with torch.enable_grad():
             outputs = roots if is_each else gone_back(roots, None, True)
@@ -85,7 +85,7 @@ def expect_own_rows(graph: LoopGraph, roots: Sequence[torch.Tensor], forward: Fo
     except Exception as error:
         logger.info("a loss is not looked at by its Hessian: %s: %s", type(error).__name__, error)
         held = [torch.tensor(not any(_has_pairs(graph, node, size) for node in graph.leads))]
-    forward.conditions.expect(torch.stack(held).any(), _refuse_comparing)
+    forward.deferred_checks.expect(torch.stack(held).any(), _refuse_comparing)
 
 
 def _has_pairs(graph: LoopGraph, node: Any, size: int) -> bool:

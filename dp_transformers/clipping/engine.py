@@ -21,7 +21,7 @@ from . import rules  # noqa: F401  (so that every layer has its rule)
 from .batch_dims import batch_size_of, positions_of
 from .by_example import ExamplesApart, UnknownCall
 from .coefficients import ParameterGroup, checked_weights, coefficients, parameter_groups
-from .conditions import Conditions
+from .deferred_checks import DeferredChecks
 from .errors import warn_once
 from .gradient_sums import GradientSums
 from .hooks import HookedModel, configurations, refuse_attached, without_caches
@@ -73,7 +73,7 @@ class ClippingEngine:
     Attributes:
         trainable, owners, state: What :meth:`attach` found out.
         losses: What computes losses and may keep something of them, by name.
-        conditions: What must hold before anything is released, and only the device can tell.
+        deferred_checks: What must hold before anything is released, and only the device can tell.
         groups: The parameters that are clipped together where :meth:`backward` is given no others.
         forward: The forward pass that a backward pass would use.
         loop: It says which batch is worked on, and looks at forward passes.
@@ -102,7 +102,7 @@ class ClippingEngine:
         self.memory = memory
         self.owners: list[Owner] = []
         self.losses: dict[str, Any] = {}
-        self._clipping, self.conditions = clipping, Conditions()
+        self._clipping, self.deferred_checks = clipping, DeferredChecks()
         self._divided: tuple[ClippingFunction | None, Sequence[ParameterGroup]] = (None, ())
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
@@ -147,7 +147,7 @@ class ClippingEngine:
             )
         parts = {"": self.model} | self.losses
         trained = {self.trainable.name_of(p): p for p in self.trainable.parameters}
-        self.state = ModelState(parts, self.conditions, trained if self.trainable.shards else None)
+        self.state = ModelState(parts, self.deferred_checks, trained if self.trainable.shards else None)
         self.install_hooks()
         return not is_known
 
@@ -251,7 +251,7 @@ class ClippingEngine:
     def begin_draw(self) -> None:
         """What was summed before is released or dropped, and with it what was refused of it. What was written to the
         model since is the user's own doing."""
-        self.conditions.begin()
+        self.deferred_checks.begin()
         self.state.begin_draw()
 
     def end_draw(self) -> None:
@@ -314,7 +314,7 @@ class ClippingEngine:
             suspended=self._hooks.suspended,
             batch=batch,
             follows=self.follows,
-            conditions=self.conditions,
+            deferred_checks=self.deferred_checks,
         )
 
     def run_by_example(self, owner: Owner, function: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
@@ -451,7 +451,7 @@ class ClippingEngine:
         if self._releases:
             self.end_draw()
             try:
-                self.conditions.require()
+                self.deferred_checks.require()
             except ValueError:
                 sums.clear()
                 raise

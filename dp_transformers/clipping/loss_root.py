@@ -147,7 +147,7 @@ class LossRoot:
 
     Args:
         graph: The graph of the loss.
-        forward: Its forward pass. Conditions on ignored targets are added to it.
+        forward: Its forward pass. DeferredChecks on ignored targets are added to it.
         loss_reduction: "mean" or "sum".
         batch_first: True if rows are the first dimension of targets.
     """
@@ -237,7 +237,7 @@ class LossRoot:
         return any(math.prod(shape_of(node)) != self._numbers_in(node) for node in picks)
 
     def _expect(self, holds: torch.Tensor, reason: str) -> None:
-        self._forward.conditions.expect(holds, partial(_refuse, self._reduction, reason))
+        self._forward.deferred_checks.expect(holds, partial(_refuse, self._reduction, reason))
 
     def _refuse(self, reason: str) -> NoReturn:
         _refuse(self._reduction, reason)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .conditions import Conditions
+from .deferred_checks import DeferredChecks
 from .errors import HOW_TO_UNCOMPILE, is_compiled, named
 
 logger = logging.getLogger(__name__)
@@ -196,14 +196,14 @@ class ModelState:
 
     Args:
         parts: The model, which is called "", and the modules and objects that compute losses, by name.
-        conditions: They are told what cannot be put back.
+        deferred_checks: They are told what cannot be put back.
         sharded: The trained parameters by name, where FSDP2 puts others in their place in the forward pass.
     """
 
     def __init__(
-        self, parts: dict[str, Any], conditions: Conditions, sharded: Mapping[str, nn.Parameter] | None = None
+        self, parts: dict[str, Any], deferred_checks: DeferredChecks, sharded: Mapping[str, nn.Parameter] | None = None
     ):
-        self.parts, self._conditions, self._sharded = parts, conditions, sharded or {}
+        self.parts, self._deferred_checks, self._sharded = parts, deferred_checks, sharded or {}
         self._start: Snapshot | None = None  # what every pass of the draw begins with
         self._trained: list[tuple[str, nn.Parameter, int | None]] = []  # with the versions they had at its beginning
         self._is_in_draw = self._is_under_way = self._is_checking = self._has_said = False
@@ -289,7 +289,7 @@ class ModelState:
         finally:
             self._restore(now)
             self._start, self._is_checking, self._trained = start, is_checking, trained
-        self._conditions.require()
+        self._deferred_checks.require()
 
     def _snapshot(self) -> Snapshot:
         for path, module in self.parts[""].named_modules():
@@ -300,7 +300,7 @@ class ModelState:
     def _restore(self, snapshot: Snapshot, *, modes: bool = True) -> None:
         changed, written = snapshot.restore(modes=modes)
         for name, holds_the_same in written.items():
-            self._conditions.expect(holds_the_same, partial(_refuse, name), for_good=True)
+            self._deferred_checks.expect(holds_the_same, partial(_refuse, name), for_good=True)
         self._require_trained()
         if changed and not self._has_said:
             self._has_said = True
@@ -318,7 +318,7 @@ class ModelState:
     def _require_trained(self) -> None:
         for name, p, version in self._trained:
             if _version_of(p) != version:
-                self._conditions.refuse_for_good(partial(_refuse, name))
+                self._deferred_checks.refuse_for_good(partial(_refuse, name))
 
 
 def _inside(path: str, name: str, x: Any) -> Iterator[_Holder]:

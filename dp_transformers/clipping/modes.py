@@ -354,7 +354,7 @@ class _FirstPass(_CheckedPass):
         bound = math.inf if self._group.clipping is None else self._group.clipping.sensitivity
         holds_b = summed_b <= clipped.of_sum_b * clipped.norms_b * (1 + _LONGER) + _LONGER * bound
         holds_b = holds_b if clipped.invalid_b is None else holds_b | clipped.invalid_b
-        self.forward.conditions.expect(holds_b.all(), partial(_refuse_longer, self._name))
+        self.forward.deferred_checks.expect(holds_b.all(), partial(_refuse_longer, self._name))
 
 
 def _refuse_longer(mode: str) -> NoReturn:

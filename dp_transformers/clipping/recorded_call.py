@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..mechanism.values import equal_or_nan
 from ..runtime.randomness import random_state, same_state
 from .batch_dims import BATCH_FIRST, BatchDim, PackedRows
-from .conditions import Conditions
+from .deferred_checks import DeferredChecks
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError
 from .owners import Owner
 from .parallel.dtensor import to_local
@@ -63,10 +63,10 @@ class ForwardPass:
         suspended: Callable[[], AbstractContextManager] = nullcontext,
         batch: object = None,
         follows: bool = False,
-        conditions: Conditions | None = None,
+        deferred_checks: DeferredChecks | None = None,
     ):
         self.batch_size, self.probe, self.trainable = batch_size, probe, trainable
-        self.conditions = conditions or Conditions()  # of the clipped sums
+        self.deferred_checks = deferred_checks or DeferredChecks()  # of the clipped sums
         self.suspended, self.batch, self.follows = suspended, batch, follows
         self.is_current = True  # until a later pass replaces it, or a backward pass has used it
         self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
@@ -221,7 +221,7 @@ class RecordedCall:
             now = [*map(_sample, rule.reads_tensors(self.module))]
             if same := [equal_or_nan(*pair).all() for pair in zip(self._tensors_read, now, strict=True)]:
                 otherwise = partial(_refuse_other_tensors, str(self.owner))  # outlives the call
-                self.forward.conditions.expect(torch.stack(same).all(), otherwise)
+                self.forward.deferred_checks.expect(torch.stack(same).all(), otherwise)
 
     def _with_batch(self, x: torch.Tensor, batch_dim: BatchDim) -> torch.Tensor:
         """Return ``x`` with a batch dimension. An output (1, ...) for the whole batch is expanded, so that its

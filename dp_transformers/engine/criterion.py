@@ -160,7 +160,7 @@ class _ClippedBackward(torch.autograd.Function):
                 "backward was called twice on one loss of the private criterion, which would add every example's "
                 "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
             )
-        ctx.step.clipper.engine.conditions.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
+        ctx.step.clipper.engine.deferred_checks.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
         with torch.enable_grad():
             ctx.step.add(ctx.losses.pop())
         return None, None, None, None

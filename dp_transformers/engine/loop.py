@@ -99,7 +99,7 @@ class PrivateLoop:
             ValueError: a batch of it left something behind in the model.
         """
         self._drop_draw()
-        self.clipper.engine.conditions.begin()
+        self.clipper.engine.deferred_checks.begin()
 
     def _drop_draw(self) -> None:
         if self.step.drop():
@@ -138,7 +138,7 @@ class PrivateLoop:
         self._shown = {}
         if sys.exc_info()[1] is not None:
             return
-        self.clipper.engine.conditions.begin()
+        self.clipper.engine.deferred_checks.begin()
         if unfinished:
             raise ValueError(
                 "engine.detach() was called between the loader's batch and optimizer.step(): the clipped sums of this "

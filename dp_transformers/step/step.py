@@ -319,7 +319,7 @@ class PrivateStep:
         clipper.engine.end_draw()
         order.require_finished(self.run.mechanism)
         # the program waits for the device here, and before this in clipping alone
-        distributed.require_on_all(clipper.engine.conditions.require, clipper.device, draw=order.last)
+        distributed.require_on_all(clipper.engine.deferred_checks.require, clipper.device, draw=order.last)
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
         if clipper.shards:

@@ -53,7 +53,7 @@ class Loop:
 
     def add(self, losses, weights=None):
         norms = self.clipper.backward(losses, weights, into=self.sums)
-        self.clipper.engine.conditions.require()
+        self.clipper.engine.deferred_checks.require()
         return norms
 
     def current_batch(self):

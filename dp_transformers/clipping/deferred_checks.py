@@ -1,4 +1,4 @@
-"""Conditions that only the device can tell about, gathered so that the program waits for it once."""
+"""DeferredChecks that only the device can tell about, gathered so that the program waits for it once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ class _Expected(NamedTuple):
     for_good: bool
 
 
-class Conditions:
-    """What must hold before anything is released. One that does not hold refuses every release until the sums it is
-    about are dropped: a loop that catches its error may not go on. One about the model refuses them for good.
+class DeferredChecks:
+    """Conditions that must hold before anything is released. One that does not hold refuses every release until the
+    sums it is about are dropped: a loop that catches its error may not go on. One about the model refuses them for
+    good.
 
     A comparison of tensors is begun where it is due, and read later, with all others.
     """
