@@ -16,7 +16,6 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -40,25 +39,16 @@ logger = logging.getLogger(__name__)
 _PAIR = 2  # rows that are compared when lengths alone are new
 
 
-@dataclass
-class _Record:
-    """What was compared of one kind of calls: the most rows, and by column the shortest and the longest row."""
+Lengths = dict[tuple[str, int], tuple[int, int]]  # by column, those of the shortest and the longest row compared
 
-    rows: int = 0
-    lengths: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
-    def is_exceeded_by(self, lengths: Sizes) -> bool:
-        for column, own in columns_of(lengths):
-            shortest, longest = self.lengths.get(column, (max(own), 0))
-            if min(own) < shortest or max(own) > longest:
-                return True
-        return False
-
-    def note(self, rows: int, lengths: Sizes) -> None:
-        self.rows = max(self.rows, min(rows, MOST))
-        for column, own in columns_of(lengths):
-            shortest, longest = self.lengths.get(column, (max(own), 0))
-            self.lengths[column] = min(shortest, *own), max(longest, *own)
+def _extended(known: Lengths, lengths: Sizes) -> Lengths:
+    """Return the shortest and the longest row of each column after these were compared, too."""
+    found = dict(known)
+    for column, own in columns_of(lengths):
+        shortest, longest = found.get(column, (max(own), max(own)))
+        found[column] = min(shortest, *own), max(longest, *own)
+    return found
 
 
 class Oracle:
@@ -80,7 +70,9 @@ class Oracle:
         """Forget what was compared: the model may compute otherwise now."""
         self.has_compared = False
         self.position_dims: Sequence[int | None] = ()
-        self._records: dict[Any, _Record] = {}
+        self._records: dict[
+            Any, tuple[int, Lengths]
+        ] = {}  # by kind of call, the most rows compared, and their lengths
 
     def is_new(self, kind: Any, size: int, lengths: Sizes) -> int:
         """Return how many of ``size`` rows are to be compared: 0 if their lengths and number lie between those that
@@ -90,8 +82,8 @@ class Oracle:
             kind: Calls of one kind are given the same arguments.
             lengths: How they are padded, by columns.
         """
-        record = self._records.get(kind, _Record()) if self.has_compared else _Record()
-        count = MOST if min(size, MOST) > record.rows else _PAIR if record.is_exceeded_by(lengths) else 0
+        most, known = self._records.get(kind, (0, {})) if self.has_compared else (0, {})
+        count = MOST if min(size, MOST) > most else _PAIR if _extended(known, lengths) != known else 0
         shards = self._engine.trainable.shards
         return -shards.least(-count, self._engine.trainable.device) if shards else count
 
@@ -115,7 +107,8 @@ class Oracle:
                 self._refuse(rows, chosen, errors)
         warn_about_fallback(engine.owners)
         self.has_compared = True
-        self._records.setdefault(kind, _Record()).note(rows.size if count > _PAIR else 0, lengths)
+        most, known = self._records.get(kind, (0, {}))
+        self._records[kind] = max(most, min(rows.size, MOST) if count > _PAIR else 0), _extended(known, lengths)
         return errors
 
     def compare_owners(self, kind: Any, rows: Rows, lengths: Sizes, losses_of: LossFunction | None) -> None:
