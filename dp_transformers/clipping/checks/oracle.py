@@ -70,9 +70,8 @@ class Oracle:
         """Forget what was compared: the model may compute otherwise now."""
         self.has_compared = False
         self.position_dims: Sequence[int | None] = ()
-        self._records: dict[
-            Any, tuple[int, Lengths]
-        ] = {}  # by kind of call, the most rows compared, and their lengths
+        # by kind of call, the most rows that were compared, and their lengths
+        self._records: dict[Any, tuple[int, Lengths]] = {}
 
     def is_new(self, kind: Any, size: int, lengths: Sizes) -> int:
         """Return how many of ``size`` rows are to be compared: 0 if their lengths and number lie between those that
