@@ -252,15 +252,16 @@ def discover_owners(
         return size, calls
 
     def run_same() -> Run:
-        with _same_at_all_positions(model):
+        for is_same in (True, False):
             try:
-                return run(other_size, True, True)
+                with _same_at_all_positions(model):
+                    return run(other_size, True, is_same)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # each example must hold a token that ends it, say
+            except Exception as error:  # each example must hold a token that ends it, or a matrix has no inverse
                 shards.recover()
-                logger.info("owners are found with the arguments as they are: %s: %s", type(error).__name__, error)
-                return run(other_size, True)
+                logger.info("the model does not run with the same everywhere: %s: %s", type(error).__name__, error)
+        return run(other_size, True)
 
     while True:
         with without_fused_attention():
