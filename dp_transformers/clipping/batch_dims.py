@@ -85,7 +85,7 @@ def positions_of(args: tuple, kwargs: dict, batch: int) -> set[int]:
     for x in ragged.tensors_with_rows((args, kwargs)):
         if x.dim() > 1 and len(x) == batch:
             found |= {*x.shape[1:], *(x.shape[1:k].numel() for k in range(3, x.dim() + 1))}
-    return found - {1}
+    return found
 
 
 def learn_batch_dim(

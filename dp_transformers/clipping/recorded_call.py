@@ -122,7 +122,7 @@ class ForwardPass:
         if self.batch_size == 0:
             return len(x) == 0
         positions, rest = divmod(len(x), self.batch_size)
-        return rest == 0 and (positions == 1 or positions in self.positions)
+        return rest == 0 and positions in self.positions
 
     def require_clipper(self) -> None:
         """Raise ValueError if a tap was reached by a backward pass that the clipper did not start but should have."""

@@ -251,6 +251,18 @@ def test_positions_that_are_gathered_where_each_row_had_exactly_one_at_first(nam
         assert owner_of(clipper, "experts.0.weight") == ""
 
 
+def test_positions_that_are_gathered_where_each_row_had_all_of_its_own_at_first():
+    """Later as many as there are rows, all of one row: they are no row each."""
+    inside = lambda m, x: m.last(sorted_into([m.inner], x, torch.where(x[..., 0] > 0, 0, 9)))  # noqa: E731
+    model = Calls(inside, inner=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    with PerExampleClipper(model, 1.0) as clipper:
+        x = torch.randn(3, 3, 4).abs()
+        clipper.backward(weigh(model, {"x": x}))
+        x[1:, :, 0] *= -1
+        with pytest.raises(UnsupportedModuleError, match=r"'inner' \(Linear\) returns a tensor of shape \(3, 4\)"):
+            clipper.backward(weigh(model, {"x": x}))
+
+
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_packed_rows_are_not_taken_for_flattened_ones(mode):
     """The first batch has no padding, so that its packed rows look like flattened ones; the second one's divide by the
