@@ -85,10 +85,10 @@ def test_loader_carries_whole_draws(workers):
     assert len(loader) == 6
     got = [batch for _ in range(2) for batch in loader]
     for batch, indices in zip(got, expected, strict=True):
-        rows = [row["i"] for physical in batch.physical_batches for row in physical]
+        rows = [row["i"] for physical in batch.batches for row in physical.rows]
         assert sorted(rows) == indices
-        assert all(len(p) == 5 for p in batch.physical_batches[:-1])
-        lengths = [len(row["input_ids"]) for physical in batch.physical_batches for row in physical]
+        assert all(physical.size == 5 for physical in batch.batches[:-1])
+        lengths = [len(row["input_ids"]) for physical in batch.batches for row in physical.rows]
         assert lengths == sorted(lengths)
     assert [b.number for b in got] == list(range(12))
 
@@ -96,8 +96,8 @@ def test_loader_carries_whole_draws(workers):
 def test_empty_draw_is_an_empty_logical_batch():
     batch = LogicalBatches(Rows(), list, 5)[Draw(4, [])]
     assert batch.number == 4
-    assert batch.physical_batches == []
-    assert batch.pin_memory().physical_batches == []
+    assert batch.batches == []
+    assert batch.pin_memory().batches == []
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -140,8 +140,8 @@ def test_padding_that_no_mask_shows_is_refused(name, shape, fixed):
 
 def test_examples_are_ordered_by_their_lengths_in_time():
     batches = LogicalBatches([{"input_features": np.ones((9 - i, 2))} for i in range(9)], list, 2)
-    made = batches[Draw(0, range(9))].physical_batches
-    assert [[len(row["input_features"]) for row in rows] for rows in made] == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]
+    made = batches[Draw(0, range(9))].batches
+    assert [[len(row["input_features"]) for row in batch.rows] for batch in made] == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]
 
 
 def test_preferences_are_ordered_by_the_lengths_of_their_texts_together():
@@ -149,8 +149,11 @@ def test_preferences_are_ordered_by_the_lengths_of_their_texts_together():
         {"prompt_ids": [1] * prompt, "chosen_ids": [1] * chosen, "rejected_ids": [1], "ref_chosen_logps": -9.0}
         for prompt, chosen in [(5, 5), (1, 2), (4, 3), (1, 8)]
     ]
-    made = LogicalBatches(preferences, list, 2)[Draw(0, range(4))].physical_batches
-    assert [[len(row["prompt_ids"]) + len(row["chosen_ids"]) for row in rows] for rows in made] == [[3, 7], [9, 10]]
+    made = LogicalBatches(preferences, list, 2)[Draw(0, range(4))].batches
+    assert [[len(row["prompt_ids"]) + len(row["chosen_ids"]) for row in batch.rows] for batch in made] == [
+        [3, 7],
+        [9, 10],
+    ]
 
 
 def test_choices_of_different_lengths_in_a_table():
@@ -165,4 +168,4 @@ def test_choices_of_different_lengths_in_a_table():
         return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
     batches = LogicalBatches(datasets.Dataset.from_list(rows), collate, 4)
-    assert sum(batches[Draw(0, range(8), True)].sizes) == 8
+    assert sum(batch.size for batch in batches[Draw(0, range(8), True)].batches) == 8

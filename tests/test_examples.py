@@ -120,7 +120,7 @@ def test_a_collator_may_take_columns_out_of_stored_rows():
 
     batches = LogicalBatches(rows, popping, 4, SecretSeeds(1))
     for number in range(2):
-        assert [len(batch) for batch in batches[Draw(number, range(9))].physical_batches] == [2, 2, 2]
+        assert [len(batch.rows) for batch in batches[Draw(number, range(9))].batches] == [2, 2, 2]
 
 
 TABLE = datasets.Dataset.from_list([{"x": [float(i)] * (1 + i % 3)} for i in range(12)])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 
 import numpy as np
 import pytest
@@ -100,10 +99,3 @@ def test_groups_of_rows_may_come_as_often_as_they_are_counted_for():
     )
     task.arguments = {"max_examples_per_person": 2}
     train("trainer", task)
-
-
-def test_it_takes_microseconds_a_row():
-    rows = [{"x": X[i % SIZE].clone(), "labels": Y[i % SIZE].clone(), "mask": MASK} for i in range(4000)]
-    begin = time.perf_counter()
-    refuse_rows_loaded_from_one(range(len(rows)), rows, 1)
-    assert (time.perf_counter() - begin) / len(rows) < 50e-6  # 5 on a free core

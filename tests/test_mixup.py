@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dp_transformers.data.mixup import refuse_mixed
+from dp_transformers.data.refused import refuse_mixed
 
 
 def erased(x):

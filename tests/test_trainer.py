@@ -85,7 +85,7 @@ def draws(monkeypatch):
     seen, physical_batches = [], PrivateStep.physical_batches
 
     def noted(step, draw):
-        seen.append([row for b in draw.physical_batches for row in zip(b["input_ids"], b["attention_mask"], b["labels"], strict=True)])  # fmt: skip
+        seen.append([row for b in draw.batches for row in zip(*(b.rows[k] for k in ("input_ids", "attention_mask", "labels")), strict=True)])  # fmt: skip
         return physical_batches(step, draw)
 
     monkeypatch.setattr(PrivateStep, "physical_batches", noted)

@@ -1,4 +1,4 @@
-"""What a batch or an example holds: the tensors, numbers and words in any containers, by their paths."""
+"""Walks through the containers of a batch or an example: its tensors, numbers and words by their paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..mechanism.values import equal_or_nan
 
 
 def columns_of(x: Any) -> Mapping[Any, Any] | None:
-    """Return what a container holds by name or place; None for what is none."""
+    """Return the content of a container by name or position; None for anything else."""
     if isinstance(x, Mapping):
         return x
     if isinstance(x, (list, tuple)):
@@ -27,7 +27,7 @@ def columns_of(x: Any) -> Mapping[Any, Any] | None:
 
 
 def filled(container: Any, columns: dict[Any, Any]) -> Any:
-    """Return a container like this one with other columns."""
+    """Return a copy of a container with these columns."""
     if type(container) is dict:
         return columns
     if isinstance(container, (list, tuple)):
@@ -43,12 +43,12 @@ def filled(container: Any, columns: dict[Any, Any]) -> Any:
 
 
 def inner(path: str, key: Any) -> str:
-    """Return the path of what a container at ``path`` holds under ``key``."""
+    """Return the path of the column ``key`` of a container at ``path``."""
     return f"{path}/{key}" if path else str(key)
 
 
 def named(path: str) -> str:
-    """Return the path as error messages call it."""
+    """Return the path in the form of error messages."""
     return f"'{path}'" if path else "the tensor"
 
 
@@ -60,7 +60,7 @@ def as_tensor(x: Any) -> torch.Tensor | None:
 
 
 def leaves_of(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what the containers of a batch or an example hold, with their paths; arrays as tensors."""
+    """Yield everything in the containers of a batch or an example with its path; arrays as tensors."""
     x = as_tensor(batch)
     columns = None if x is not None or isinstance(batch, PackedSequence) else columns_of(batch)
     if columns is None:
@@ -76,7 +76,7 @@ def tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def size_of(row: Any) -> int:
-    """Return how many numbers, characters and other entries a row has."""
+    """Return the number of numbers, characters and other entries of a row."""
     if isinstance(row, torch.Tensor):
         return row.numel()
     if isinstance(row, np.ndarray):
@@ -94,12 +94,12 @@ def size_of(row: Any) -> int:
 
 
 def are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors have the same shape and numbers; nan is one."""
+    """Return True if two tensors have the same shape and numbers; nan equals nan."""
     return x.shape == y.shape and bool(equal_or_nan(x, y).all())
 
 
 def are_alike(x: Mapping[str, torch.Tensor], y: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether tensors of these names are the same, but for rounding."""
+    """Return True if the tensors of each name are the same up to rounding."""
     return x.keys() == y.keys() and all(
         a.shape == y[k].shape and a.dtype == y[k].dtype and torch.allclose(a.double(), y[k].double(), equal_nan=True)
         for k, a in x.items()

@@ -1,4 +1,4 @@
-"""Rows that are made of documents: each of one document alone, and no more of one than a bound."""
+"""Cuts documents into rows: each row is of one document, and a document has no more rows than a bound."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def first_rows_of_each(owners: Iterable[Any], max_rows: int) -> list[int]:
         owners: The owner of each row, by a name or a number; a tensor or an array counts as what it holds.
 
     Raises:
-        ValueError: an owner is missing (None, nan), or nothing that is equal wherever it comes again.
+        ValueError: an owner is missing (None, nan), or does not equal the owner of its other rows.
 
     Example::
 
@@ -103,15 +103,15 @@ def first_rows_of_each(owners: Iterable[Any], max_rows: int) -> list[int]:
 
 
 def _plain(owner: Any, row: int) -> Any:
-    """The owner as something that is equal, and has the same hash, wherever it comes again."""
+    """Return the owner as a value that equals the owner of each of its other rows, with the same hash."""
     for to_plain in ("tolist", "as_py"):  # a tensor is equal to itself alone
         owner = getattr(owner, to_plain)() if hasattr(owner, to_plain) else owner
     if isinstance(owner, (list, tuple)):
         return tuple(_plain(part, row) for part in owner)
     if owner is None or type(owner).__name__ in ("NAType", "NaTType") or (isinstance(owner, float) and owner != owner):
         raise ValueError(
-            f"row {row} has no owner ({owner}), so it is not known whose it is. Leave such rows out, or give each a "
-            "name of its own if they are nobody else's."
+            f"row {row} has no owner ({owner}). Leave such rows out, or give each a name of its own if no other row "
+            "has the same owner."
         )
     if type(owner).__hash__ in (None, object.__hash__):
         raise ValueError(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -23,9 +25,8 @@ from .columns import are_same, size_of, tensors_of
 from .examples import Examples
 from .joining import Joiner, Sizes
 from .known_collators import acts_on_rows_alone, kind_of, sizes_of
-from .padding import refuse_packed, require_mask, sizes_by_mask
-from .ranks import require_same_rows
-from .stored_rows import refuse_rows_loaded_from_one
+from .refused import refuse_packed, require_mask
+from .stored_rows import refuse_rows_loaded_from_one, require_same_rows
 
 _Join = Callable[[Sequence[Any]], tuple[Any, Sizes]]
 
@@ -38,9 +39,9 @@ class PhysicalBatch:
         rows: What the collator returned for single examples, joined.
         size: The number of rows in it.
         sizes: How rows are padded, by columns: in which dimensions, on which side, and how long each row is.
-        came_padded: Whether they were padded before they were collated, as their mask says.
-        fillers: How many of its rows, the last ones, have weight 0. They fill a batch up to a fixed size, keep ranks
-            in step, or stand for an empty draw.
+        came_padded: True if they were padded before they were collated, as their mask says.
+        fillers: The number of rows of weight 0, which are the last ones. They fill a batch up to a fixed size, keep
+            ranks in step, or stand for an empty draw.
     """
 
     rows: Any
@@ -51,12 +52,12 @@ class PhysicalBatch:
 
     @property
     def examples(self) -> int:
-        """How many of its rows, the first ones, are examples of the draw."""
+        """The number of rows that are examples of the draw, which are the first ones."""
         return self.size - self.fillers
 
     def sizes_of(self, args: tuple, kwargs: dict) -> Sizes:
-        """Return how the arguments of a call are padded that are columns of this batch, by their paths
-        (``torch.utils._pytree.keystr``); nothing in it for a column that is not padded."""
+        """Return how those arguments of a call are padded that are columns of this batch, by their paths
+        (``torch.utils._pytree.keystr``); ``{}`` for a column that is not padded."""
         columns, found = list(tensors_of(self.rows)), {}
         for path, x in tree_leaves_with_path((args, kwargs)):
             if not isinstance(x, torch.Tensor):
@@ -74,9 +75,8 @@ class PhysicalBatch:
             if name is not None:
                 found[keystr(path)] = self.sizes.get(name, {})
             elif is_of_targets(own_name):  # made of them
-                padded = any(map(is_of_targets, self.sizes))
-                targets = next((self.sizes[each] for each in self.sizes if is_of_targets(each)), {})
-                found[keystr(path)] = {1: targets[1]} if padded and 1 in targets else {}
+                targets = next((of for each, of in self.sizes.items() if is_of_targets(each)), {})
+                found[keystr(path)] = {1: targets[1]} if 1 in targets else {}
         return found
 
     def pin_memory(self) -> PhysicalBatch:
@@ -90,8 +90,8 @@ class LogicalBatch:
     """What one rank contributes to one step.
 
     Attributes:
-        number, starts_pass, step: What :class:`.mechanism.sampling.Draw` says of the draw.
-        batches: The physical batches. There are none if this rank has no example in the draw.
+        number, starts_pass, step: Those of the :class:`.mechanism.sampling.Draw`.
+        batches: The physical batches; none if this rank has no example in the draw.
     """
 
     number: int
@@ -102,39 +102,31 @@ class LogicalBatch:
     def pin_memory(self) -> LogicalBatch:
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
-    @property
-    def physical_batches(self) -> list[Any]:
-        return [batch.rows for batch in self.batches]
-
-    @property
-    def sizes(self) -> list[int]:
-        return [batch.size for batch in self.batches]
-
 
 class LogicalBatches(Dataset):
-    """A map-style dataset seen through draws: item ``draw`` is the :class:`LogicalBatch` of its examples.
+    """A data set with draws as indices: item ``draw`` is the :class:`LogicalBatch` of the draw's examples.
 
-    Examples are ordered by how many numbers the collator makes of them before they are cut into physical batches. They
-    then need less padding, and no example's gradient changes.
+    Examples are sorted by the number of numbers that the collator makes of them, and then cut into physical batches.
+    They need less padding so, and no example's gradient changes.
 
-    All ranks make theirs together.
+    All ranks construct it at the same time.
 
     Args:
         dataset: A map-style data set.
-        collate: It makes a batch of a list of examples. It is given one at a time.
+        collate: The collator. It gets one example at a time.
         physical_batch_size: The largest number of examples in a physical batch.
-        seeds: They seed the random generators; by default from a secret of their own.
-        fill: Whether every physical batch has just as many rows as the largest. Those that are missing are copies of
-            the shortest row, of weight 0, in the last places.
-        largest_draw: The largest number of examples that a draw has on this rank; None where there is no bound.
-        copies: How many indices may stand for one stored row (``max_examples_per_person``).
+        seeds: The seeds of the random generators; by default from a secret of their own.
+        fill: True to give every physical batch ``physical_batch_size`` rows. Copies of the shortest row, of weight 0,
+            are put last.
+        largest_draw: The largest number of examples that a draw has on this rank; None if there is no bound.
+        copies: The number of indices that may stand for one stored row (``max_examples_per_person``).
 
     Raises:
-        ValueError: the ranks hold other rows.
+        ValueError: the ranks hold different rows.
 
     Attributes:
-        batches_per_draw: How many physical batches a draw has at least. Where batches are filled and draws have a
-            largest size, all draws have as many.
+        batches_per_draw: The smallest number of physical batches of a draw. If batches are filled and draws have a
+            largest size, it is the number of every draw.
     """
 
     def __init__(
@@ -175,7 +167,7 @@ class LogicalBatches(Dataset):
         return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step)
 
     def filler(self) -> PhysicalBatch:
-        """Return rows of weight 0 alone, for a rank that has no examples left, and for a draw that is empty."""
+        """Return a batch of rows of weight 0, for a rank that has no examples left, and for an empty draw."""
         if self._filler is None:
             size = self.physical_batch_size if self._fill else 1
             rows, join = self._rows([0], -1)
@@ -201,20 +193,19 @@ class LogicalBatches(Dataset):
         return batch, sizes_of(self._collate, examples, batch)
 
     def has_one_longest(self) -> bool:
-        """Return whether just one row of the data set comes without padding, so that it decided the length of the
-        others."""
-        full = 0
-        for i in range(len(self.dataset)):
+        """Return True if exactly one row of the data set comes without padding: it decided the length of the others.
+        Loads rows until it knows."""
+
+        def is_full(i: int) -> bool:
             row = self._examples.load([i])[0]
             mask = row.get("attention_mask") if isinstance(row, Mapping) else None
-            full += mask is not None and bool(np.all(np.asarray(mask)))
-            if full > 1:
-                return False
-        return full == 1
+            return mask is not None and bool(np.all(np.asarray(mask)))
+
+        return len(list(islice(filter(is_full, range(len(self))), 2))) == 1
 
     def _physical_batch(self, rows: Sequence[Any], join: _Join) -> PhysicalBatch:
-        """Join a part of a draw, filled up if batches have a fixed size. Fillers are copies of the shortest row, so
-        that no row gets more padding than without them."""
+        """Join a part of a draw, filled up if batches have a fixed size. The shortest row fills it, so that no row
+        gets more padding than without fillers."""
         fillers = self.physical_batch_size - len(rows) if self._fill else 0
         batch, sizes = join([*rows, *[rows[0]] * fillers])
         refuse_packed(batch)
@@ -224,15 +215,37 @@ class LogicalBatches(Dataset):
 
 
 def is_of_targets(name: str) -> bool:
-    """Whether an argument or a column is named like targets, or like what a decoder is given of them."""
+    """Return True for the name of a column of targets, or of decoder inputs, which are made of targets."""
     return "label" in name or name.startswith("decoder")
 
 
-def _only_item(items: list[LogicalBatch]) -> LogicalBatch:
-    return items[0]
+def sizes_by_mask(batch: Any) -> Sizes:
+    """Return how the rows of a batch were padded before they were collated, by its mask; ``{}`` if none was, if no row
+    fills the mask, or if a row has padding that is not on one side."""
+    columns = dict(tensors_of(batch)) if isinstance(batch, Mapping) else {}
+    mask = columns.get("attention_mask")
+    if mask is None or mask.dim() != 2 or mask.is_floating_point() or bool((mask != 0).all()):
+        return {}
+    own_bt, longest = mask != 0, mask.shape[1]
+    own = [n or longest for n in own_bt.sum(1).tolist()]
+    side = "left" if bool((~own_bt[:, 0] & own_bt[:, -1]).any()) else "right"
+    positions, own_b1 = torch.arange(longest), torch.tensor(own)[:, None]
+    expected_bt = positions >= longest - own_b1 if side == "left" else positions < own_b1
+    if max(own) < longest or not bool(((own_bt == expected_bt) | ~own_bt.any(1, keepdim=True)).all()):
+        return {}
+
+    def are_of_classes(x: torch.Tensor) -> bool:  # which may be as many as positions
+        return x.dim() == 2 and x.is_floating_point()
+
+    return {
+        name: {1: (side, own)} for name, x in columns.items() if x.shape[:2] == mask.shape and not are_of_classes(x)
+    }
 
 
 def draws_dataloader(logical_batches: LogicalBatches, sampler: DrawSampler, **dataloader_options: Any) -> DataLoader:
-    """Return a DataLoader whose items are :class:`LogicalBatch`. ``dataloader_options`` set its workers, pinning and
-    the like."""
-    return DataLoader(logical_batches, batch_sampler=sampler, collate_fn=_only_item, **dataloader_options)
+    """Return a DataLoader that yields one :class:`LogicalBatch` after the other.
+
+    Args:
+        dataloader_options: Options of the DataLoader, as its workers and pinning.
+    """
+    return DataLoader(logical_batches, batch_sampler=sampler, collate_fn=itemgetter(0), **dataloader_options)

@@ -1,6 +1,6 @@
-"""Single examples: each is loaded under random numbers of its own, and collated alone.
+"""Loads each example under random numbers of its own, and collates it alone.
 
-No collator is ever given two examples of a draw, so nothing of one can get into the row of another.
+Nothing of one example can get into the row of another, since the collator never gets two examples of a draw.
 :mod:`.joining` makes a batch of the rows.
 """
 
@@ -16,13 +16,13 @@ from ..runtime.randomness import SecretSeeds, generators_apart, require_unseeded
 
 
 class Examples:
-    """Loads examples and collates each by itself. What it returns for an index depends on that index, the draw and a
-    secret alone.
+    """Loads examples and collates each by itself. The row of an index depends only on that index, the draw and a
+    secret.
 
     Args:
         dataset: A map-style data set.
-        collate: It makes a batch of a list of examples.
-        seeds: They seed the global generators of Python, NumPy and torch.
+        collate: The collator, which makes a batch of a list of examples.
+        seeds: The seeds of the global generators of Python, NumPy and torch.
 
     Raises:
         ValueError: the collator draws from a seed of its own.
@@ -37,7 +37,7 @@ class Examples:
         """Return the examples of a draw.
 
         Raises:
-            ValueError: the data set gives more or fewer rows than one.
+            ValueError: the data set returns no row, or several, for an index.
         """
         if _is_plain_table(self.dataset):
             return self.load(indices)
@@ -47,15 +47,15 @@ class Examples:
         """Return the examples of a draw, each collated alone.
 
         Raises:
-            ValueError: the collator cannot do with one example, or sets a seed.
+            ValueError: the collator fails for one example, or sets a seed.
         """
         return self._each("row", indices, draw, lambda n: self._alone(indices[n], examples[n]))
 
     def _each(self, what: str, indices: Sequence[int], draw: int, make: Callable[[int], Any]) -> list[Any]:
-        """Return what is made for each index under random numbers of its own.
+        """Return ``make(n)`` for the n-th index, each under random numbers of its own.
 
-        Only those generators are seeded for each that were seen to be drawn from, or seeded; where another one is
-        drawn from, all are made again.
+        Only generators that were seen to be used are seeded for each index. If another one is used, all are made
+        again.
         """
         drawn, made = self._drawn[what], list[Any]()
         self._seeds.reseed(f"{what}s of draw {draw}")
@@ -71,8 +71,8 @@ class Examples:
         return made
 
     def together(self, indices: Sequence[int], purpose: str) -> Any:
-        """Return what the collator itself makes of several examples. For one purpose an example is loaded, and the
-        first one collated, under the same random numbers, and under others than those of any draw."""
+        """Return the collator's own batch of several examples. Random numbers are the same each time for one purpose,
+        and differ from those of any draw."""
         examples = []
         for i in indices:
             self._seeds.reseed(f"example {i} for {purpose}")
@@ -81,16 +81,22 @@ class Examples:
         return self._collate([_copied(example) for example in examples])
 
     def load(self, indices: Sequence[int]) -> list[Any]:
-        """Load rows: one at a time, but for a table without a transform, which makes no row by another."""
+        """Load rows, one at a time. Only a table without a transform loads them together, since no row depends on
+        another there."""
         if not hasattr(self.dataset, "__getitems__"):
             return [self.dataset[i] for i in indices]
-        if not len(indices):
-            return []
-        parts = [list(indices)] if _is_plain_table(self.dataset) else [[i] for i in indices]
-        loaded = [(part, list(self.dataset.__getitems__(part))) for part in parts]
-        for part, examples in loaded:
-            self._require_one_each(part, examples)
-        return [example for _, examples in loaded for example in examples]
+        loaded = []
+        for part in [list(indices)] if _is_plain_table(self.dataset) else [[i] for i in indices]:
+            examples = list(self.dataset.__getitems__(part)) if part else []
+            if len(examples) != len(part):
+                raise ValueError(
+                    f"the data set ({type(self.dataset).__name__}) returned {len(examples)} rows instead of "
+                    f"{len(part)}, but each example must be one row, which is clipped by itself. Cut examples into "
+                    "windows (return_overflowing_tokens, stride), or leave some out, before training (datasets.map, "
+                    "datasets.filter), and say with max_examples_per_person how many rows one person may then have."
+                )
+            loaded += examples
+        return loaded
 
     def _alone(self, index: int, example: Any) -> Any:
         try:
@@ -98,45 +104,33 @@ class Examples:
         except Exception as error:
             raise ValueError(
                 f"the collator raised {type(error).__name__} for row {index} of the training data alone: {error}. "
-                "Each example is collated by itself, and the library joins the rows, so that no example gets into the "
-                "row of another: the collator must make one row of a list of one example. If it needs two of them, or "
-                "leaves some out, compute that before training, or in the data set for each example."
+                "Each example is collated by itself, so the collator must make one row of a list of one example. If "
+                "it needs two of them, or leaves some out, compute that before training, or in the data set."
             ) from error
         if "torch" in self._drawn["row"]:  # and was seeded for this row
             require_unseeded("the collator")
         return row
 
-    def _require_one_each(self, indices: Sequence[int], examples: Sequence[Any]) -> None:
-        if len(examples) != len(indices):
-            raise ValueError(
-                f"the data set ({type(self.dataset).__name__}) returned {len(examples)} rows instead of "
-                f"{len(indices)}, but each example must be one row, which is clipped by itself. If a transform cuts "
-                "examples into windows (return_overflowing_tokens, stride) or leaves some out, do that before "
-                "training (datasets.map, datasets.filter), and say with max_examples_per_person how many rows one "
-                "person may then have."
-            )
-
 
 def _copied(example: Any) -> Any:
-    """Return what a collator may take columns out of."""
+    """Return a copy of an example in a dict, so that the collator may take columns out of it."""
     return dict(example) if type(example) is dict else example
 
 
 def _is_plain_table(dataset: Any) -> bool:
-    """Return whether it is a ``datasets.Dataset`` without a function that makes its rows."""
+    """Return True for a ``datasets.Dataset`` without a transform."""
     table = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
     return table is not None and type(dataset) is table and dataset.format["type"] != "custom"
 
 
 def _refuse_known_seed(collate: Any) -> None:
-    """Raise ValueError for a collator, or one that is wrapped by Trainer, with a seed that its reader knows."""
+    """Raise ValueError if a collator, or one that Trainer wraps, has a seed, which is known to whoever reads it."""
     while collate is not None:
         options = collate.keywords if isinstance(collate, functools.partial) else getattr(collate, "__dict__", {})
         if isinstance(options, Mapping) and isinstance(seed := options.get("seed"), numbers.Integral):
             raise ValueError(
-                f"the collator {type(collate).__name__} has seed={seed}. If it draws random numbers from that seed, "
-                "whoever knows it can tell more than epsilon allows. Leave it out (seed=None): it then draws from "
-                "secret numbers."
+                f"the collator {type(collate).__name__} has seed={seed}, and whoever knows its random numbers can "
+                "tell more than epsilon allows. Leave it out (seed=None): it then draws from secret numbers."
             )
         inner = [options[name] for name in ("data_collator", "collate") if name in options]
         collate = collate.func if isinstance(collate, functools.partial) else next(iter(inner), None)

@@ -1,7 +1,7 @@
-"""Rows that were collated alone, joined to a batch as their collator would have made it.
+"""Joins rows that were collated alone to a batch as their collator would have made it.
 
-How it joins them is learned once (:mod:`.ways_to_join`). A row of a batch then depends on its own example and on the
-length of the batch alone.
+Its way to join rows is learned once (:mod:`.ways_to_join`). A row of a batch then depends on its own example and on
+the length of the batch alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .ways_to_join import Column, WaysToJoin, block_of
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 16  # a collator that draws the lengths of rows may need several
-_ROWS_TO_LEARN_FROM = (16, 64, 256, 1024)  # of the data set, where those of a draw do not do
+_TRIES = 16  # pairs that are collated until the padding of a column is known
+_ROWS_TO_LEARN_FROM = (16, 64, 256, 1024)  # of the data set, if those of a draw are not enough
 Sizes = dict[str, dict[int, tuple[str, list[int]]]]  # by column and dimension: the side, and the own size of each row
 
 
@@ -29,9 +29,9 @@ class Joiner:
     """Joins rows that were collated alone.
 
     Args:
-        together: ``together(keys, purpose)`` returns what the collator makes of the examples of these keys; for
-            another purpose with other random numbers.
-        rows: How many rows the data set has, of keys 0, 1, 2, ...
+        together: ``together(keys, purpose)`` returns the collator's own batch of the examples of these keys. Each
+            purpose has random numbers of its own.
+        rows: The number of rows of the data set, which have the keys 0, 1, 2, ...
     """
 
     def __init__(self, together: Callable[[Sequence[int], str], Any], rows: int):
@@ -44,7 +44,7 @@ class Joiner:
         self._rows_per_example: list[set[int]] = []
 
     def begin(self, singles: Sequence[Any], keys: Sequence[int]) -> None:
-        """Take the rows of a draw. Some of them are collated together in the first one, to learn how."""
+        """Take the rows of a draw. In the first draw, learn how the collator joins them."""
         self._singles = dict(zip(keys, singles, strict=True))
         if not self._has_learned and singles:
             self._learn()
@@ -55,7 +55,7 @@ class Joiner:
         """Return the batch, and the own sizes of the rows in its padded columns.
 
         Raises:
-            ValueError: the rows have no common columns, or sizes that the collator does not pad.
+            ValueError: the rows have different columns, or sizes that the collator does not pad.
         """
         if self._ways.is_longest_first:
             singles = sorted(singles, key=size_of, reverse=True)
@@ -67,9 +67,9 @@ class Joiner:
         if counts and {1} not in counts:
             several = sorted(set.union(*counts))
             raise ValueError(
-                f"the collator makes {several[-1] if several[0] else 'no'} rows of one example, but each example must "
-                "be one row, which is clipped by itself. Cut examples into windows, or leave some out, before "
-                "training, and say with max_examples_per_person how many rows one person may then have."
+                f"the collator makes {several[-1] if several[0] else 'no'} rows of one example, but each must be one "
+                "row, which is clipped by itself. Cut examples into windows, or leave some out, before training, and "
+                "say with max_examples_per_person how many rows one person may then have."
             )
         return batch, self._sizes
 
@@ -77,8 +77,8 @@ class Joiner:
         first = parts[0]
         if len(kinds := {type(part) for part in parts}) > 1:
             raise ValueError(
-                f"{named(path)} of what the collator returns is a {' or a '.join(sorted(k.__name__ for k in kinds))}, "
-                "depending on the example, so other examples would decide what a row is given. Let it return the same "
+                f"{named(path)} that the collator returns is a {' or a '.join(sorted(k.__name__ for k in kinds))}, "
+                "depending on the example, so one example would decide what others are given. Let it return the same "
                 "for every example, with a constant for one that has none."
             )
         if isinstance(first, torch.Tensor):
@@ -101,9 +101,9 @@ class Joiner:
             if other.keys() != columns[0].keys():
                 name = sorted(map(str, other.keys() ^ columns[0].keys()))[0]
                 raise ValueError(
-                    f"whether '{name}' is in a batch depends on what examples are in it: the collator returns it for "
-                    "some examples only, so they would decide what is computed for the others. Return it for every "
-                    "example, with a constant for one that has none, or take physical batches of one row."
+                    f"whether '{name}' is in a batch depends on what examples are in it, so they would decide what is "
+                    "computed for the others. Let the collator return it for every example, with a constant for one "
+                    "that has none, or take physical batches of one row."
                 )
         return filled(first, {k: self._joined(inner(path, k), [x[k] for x in columns]) for k in columns[0]})
 
@@ -118,30 +118,32 @@ class Joiner:
         return first
 
     def _joined_tensors(self, path: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        column, parts = self._column(path, parts), _of_one_type(path, parts)
+        column, parts = self._ways.columns.setdefault(path, Column()), _of_one_type(path, parts)
         if column.rows_in is None:
             return _of_the_whole_batch(path, parts)
         if column.offsets_of is not None:
             return self._joined_offsets(column.offsets_of, parts)
         rows = [column.rows_of(x) for x in parts]
-        count = {len(x) for x in rows}
-        are_apart = column.by_parts and len(count) == 1
-        self._rows_per_example.append({1} if are_apart else count)
         joined = self._padded(path, column, rows) if len({x.shape[1:] for x in rows}) > 1 else torch.cat(rows)
-        if are_apart:
-            joined = joined.unflatten(0, (len(parts), -1)).transpose(0, 1).flatten(0, 1)
+        counts = {len(x) for x in rows}
+        if column.by_parts and len(counts) == 1:
+            joined, counts = joined.unflatten(0, (len(parts), -1)).transpose(0, 1).flatten(0, 1), {1}
+        self._rows_per_example.append(counts)
         return joined.movedim(0, column.rows_in) if column.rows_in else joined
 
     def _padded(self, path: str, column: Column, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in rows), strict=True)]
         padded = [d for d, n in enumerate(shape, 1) if any(x.shape[d] != n for x in rows)]
+        for d in padded:
+            if not column.is_known(d):
+                self._learn(path, d)
         if not all(map(column.is_known, padded)):
             raise ValueError(
                 f"{named(path)} of single examples has shapes as {tuple(rows[0].shape[1:])} and "
-                f"{tuple(rows[-1].shape[1:])}, and the collator does not pad them with a constant beside their own "
-                "numbers, or it is not seen in two pairs of other rows of the data set: examples would decide what "
-                "others are given. Give all one size before they are collated, or pad with one number; leave masks of "
-                "pairs of positions, decoder inputs and random lengths to the model or the data set."
+                f"{tuple(rows[-1].shape[1:])}, and the collator does not pad them with a constant, or it is not seen "
+                "in two pairs of other rows of the data set, so examples would decide what others are given. Give all "
+                "one size before they are collated, or pad with one number; leave masks of pairs of positions, "
+                "decoder inputs and random lengths to the model or the data set."
             )
         if all(len(x) == 1 for x in rows):
             own = {d: [x.shape[d] for x in rows] for d in padded}
@@ -156,25 +158,14 @@ class Joiner:
     def _joined_offsets(self, ids: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         starts = np.cumsum([0, *(len(dict(tensors_of(single))[ids]) for single in self._parts)])
         self._rows_per_example.append({1})
-        last = [parts[0].new_tensor(starts[-1:])] if len(parts[0]) > 1 else []  # where the end is among them
+        last = [parts[0].new_tensor(starts[-1:])] if len(parts[0]) > 1 else []  # the end, if it is among them
         return torch.cat([*(x[:1] + int(n) for x, n in zip(parts, starts, strict=False)), *last])
 
     # ---- learning ----
 
-    def _column(self, path: str, parts: Sequence[torch.Tensor]) -> Column:
-        """Return what is known of a column, after pairs of rows were collated for what is not."""
-        columns = self._ways.columns
-        column = columns.setdefault(path, Column())
-        if column.may_be_padded:
-            shapes = {column.rows_of(x).shape[1:] for x in parts}
-            for d, sizes in enumerate(zip(*shapes, strict=False), 1) if len(shapes) > 1 else ():
-                if len(set(sizes)) > 1 and not column.is_known(d):
-                    self._learn(path, d)
-        return column
-
     def _learn(self, path: str = "", dim: int = 0) -> None:
-        """Collate pairs of rows without a common one, a short and a long one, of the draw and then of the data set;
-        for a dimension of a column, until it is known how it is padded."""
+        """Collate pairs of a short and a long row, all of them different, first of the draw and then of the data set;
+        for a dimension of a column, until its padding is known."""
         column = self._ways.columns.get(path)
 
         def size(row: Any) -> int:
@@ -198,18 +189,15 @@ class Joiner:
                 return
 
     def _warn_of_what_is_done_across_rows(self) -> None:
-        """Warn if the collator makes something else of two examples together than of each alone, and draws no numbers
-        for one."""
+        """Warn if the collator makes a different batch of two examples than the joined one, and draws no numbers."""
         keys = [next(iter(self._singles)), next(reversed(self._singles))]
-        own = dict(tensors_of(self._together(keys, "one")))
         singles, again = ([self._together([key], purpose) for key in keys] for purpose in ("one", "again"))
-        joined = dict(tensors_of(self.join(singles)[0]))
-        is_random = not all(
-            are_alike(dict(tensors_of(x)), dict(tensors_of(y))) for x, y in zip(singles, again, strict=True)
-        )
+        if not all(are_alike(dict(tensors_of(x)), dict(tensors_of(y))) for x, y in zip(singles, again, strict=True)):
+            return
+        own, joined = dict(tensors_of(self._together(keys, "one"))), dict(tensors_of(self.join(singles)[0]))
         differing = [k for k, x in own.items() if k not in joined or not are_alike({k: x}, {k: joined[k]})]
         worker = torch.utils.data.get_worker_info()
-        if differing and not is_random and (worker is None or worker.id == 0):
+        if differing and (worker is None or worker.id == 0):
             logger.warning(
                 "the collator makes something else of two examples together than of each alone (%s differs), as "
                 "MixUp, CutMix or a mean over the batch do. Here each example is collated alone, so that part of the "
@@ -219,13 +207,13 @@ class Joiner:
 
 
 _OF_THE_WHOLE_BATCH = (
-    "{}, which the collator gives for the whole batch and not for each row, is another for another example, so each "
-    "example has a say in what is computed for the others. {}."
+    "{}, which the collator gives for the whole batch and not for each row, differs between examples, so each has a "
+    "say in what is computed for the others. {}."
 )
 
 
 def _of_the_whole_batch(path: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor that all rows share: the largest, of which those of all rows are the beginning, or the end."""
+    """Return the tensor that all rows share: the largest, which begins, or ends, with those of all rows."""
     longest = max(parts, key=torch.Tensor.numel)
     for side in ("right", "left"):
         sides = dict.fromkeys(range(longest.dim()), side)
@@ -239,19 +227,19 @@ def _of_the_whole_batch(path: str, parts: Sequence[torch.Tensor]) -> torch.Tenso
 
 
 def _is_a_size(number: int, single: Any) -> bool:
-    """Return whether a number is the length of something in a row, and so no content of it."""
+    """Return True if a number is the length of a tensor in a row."""
     return any(number in x.shape for _, x in tensors_of(single))
 
 
 def _of_one_type(path: str, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the tensors of a column, those without numbers in the type of the others."""
+    """Return the tensors of a column, empty ones in the type of the others."""
     if len({(x.dtype, x.dim()) for x in parts}) == 1:
         return parts
     types = {(x.dtype, x.dim()) for x in parts if x.numel()}
     if len(types) > 1 or len({x.dim() for x in parts}) > 1:
         raise ValueError(
-            f"of what type {named(path)} is in a batch depends on what examples are in it: the collator makes "
-            f"{' or '.join(sorted(f'{dtype} of {dim} dimensions' for dtype, dim in types))} of one. Let it make one "
-            "type of all (dtype=..., or the same type in every row of the data set)."
+            f"of what type {named(path)} is in a batch depends on what examples are in it: "
+            f"{' or '.join(sorted(f'{dtype} of {dim} dimensions' for dtype, dim in types))}. Let the collator make "
+            "one type of all (dtype=..., or the same type in every row of the data set)."
         )
     return [x.to(dtype) for x in parts for dtype, _ in types]

@@ -1,7 +1,7 @@
-"""Collators of torch and transformers that make each row of a batch of its own example, and random numbers of its own.
+"""Collators of torch and transformers that make each row of a batch from one example and random numbers of its own.
 
-They are given a whole physical batch, which takes a fraction of the time of one call for each example. Every other
-collator, a subclass of these too, is given one example at a time.
+They get a whole physical batch, which takes a fraction of the time of one call for each example. Every other collator,
+also a subclass of these, gets one example at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils.data import default_collate
 from .joining import Sizes
 
 _PADDING = ("DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling")
-_LIKE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask")  # what tokenizers pad
+_LIKE_IDS = ("attention_mask", "token_type_ids", "special_tokens_mask")  # tokenizers pad them like ids
 
 
 def acts_on_rows_alone(collate: Any) -> bool:
-    """Return whether a collator is known to, and to pad rows to the longest of them alone."""
+    """Return True for a collator that is known to do so, and pads rows to the longest of them."""
     collate = _inner(collate)
     if collate is default_collate or _is_of_transformers(collate, "default_data_collator"):
         return True
@@ -37,8 +37,8 @@ def acts_on_rows_alone(collate: Any) -> bool:
 
 
 def kind_of(example: Any) -> Any:
-    """Return the names and types of what an example holds, so that a column of examples of one kind has one type.
-    None for what these collators may make no such column of."""
+    """Return the names and types of the columns of an example. In a batch of examples of one kind each column has one
+    type. None if these collators may make no such column of it."""
     if isinstance(example, (torch.Tensor, np.ndarray)):
         return type(example), example.dtype
     if isinstance(example, (int, float, str, np.generic)):

@@ -1,19 +1,25 @@
-"""Which stored row stands behind an index of a data set, told by where it lies and without making it.
+"""Finds the stored row behind an index of a data set: one row may have several indices, or another index on each rank.
 
-Here a row has a name, a pair of numbers (base, row), which two indices share only if one stored row stands behind
-both. Looked through are ``Subset`` and ``ConcatDataset`` of torch, lists and tuples of objects, and what ``select``,
-``shuffle`` and ``concatenate_datasets`` make of a table of ``datasets``. In any other data set each index is a row of
-its own, and so is what ``map``, or a view with other columns, made of a table. Of those that come together in a draw
-it is seen when they are loaded that they are one row: :func:`refuse_rows_loaded_from_one`.
+A row gets a name without being loaded: a pair of numbers (base, row), which two indices share only if one stored row
+stands behind both. Names are known for ``Subset`` and ``ConcatDataset`` of torch, lists and tuples of objects, and for
+what ``select``, ``shuffle`` and ``concatenate_datasets`` make of a table of ``datasets``. In any other data set each
+index has a name of its own, also in what ``map``, or a view with other columns, made of a table. Such rows are
+compared when a draw loads them: :func:`refuse_rows_loaded_from_one`.
+
+Each rank draws its part of the indices of a draw. If ranks hold the rows in different orders (shuffled without a seed,
+listed as the file system likes), several of them may draw one row: :func:`require_same_rows`.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import operator
+import os
+import random
 import sys
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -22,12 +28,17 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
+from ..runtime import distributed
+from ..runtime.randomness import SecretSeeds
+from .columns import leaves_of
+
+_COMPARED = 16  # rows that all ranks must hold alike
 _MAY_BE_SHARED = (str, bytes, Number, np.generic, Enum, type(None))  # Python may keep equal ones as one object
 
 
 def most_frequent_row(dataset: Any) -> tuple[int, int]:
-    """Return the first index of the stored row that is there most often, and how often that is; (0, 0) where the data
-    set has no rows, or no length."""
+    """Return the first index of the stored row that has most indices, and how many; (0, 0) if the data set has no
+    rows, or no length."""
     order, is_same = _sorted(_names(dataset, _bases()))
     if not len(order):
         return 0, 0
@@ -37,7 +48,7 @@ def most_frequent_row(dataset: Any) -> tuple[int, int]:
 
 
 def have_rows_in_common(first: Any, second: Any) -> bool:
-    """Return whether some stored row is in both data sets. One without a length has none."""
+    """Return True if some stored row is in both data sets. One without a length has none."""
     bases = _bases()
     names, others = _names(first, bases), _names(second, bases)
     order, is_same = _sorted(np.concatenate([names, others], axis=1))
@@ -46,10 +57,10 @@ def have_rows_in_common(first: Any, second: Any) -> bool:
 
 
 def refuse_rows_loaded_from_one(indices: Sequence[int], loaded: Sequence[Any], copies: int) -> None:
-    """Raise ValueError if more than ``copies`` of the rows that were loaded for these indices are one object, or
-    consist of tensors and arrays which all lie in the same memory.
+    """Raise ValueError if more than ``copies`` of the loaded rows are one object, or consist of tensors and arrays
+    that all lie in the same memory.
 
-    Equal rows are no proof, since two people may have them; nor is a tensor that rows share beside something else.
+    Equal rows are no proof, since two people may have them; nor is a single tensor that rows share.
     """
     found = defaultdict[Hashable, list[int]](list)
     for index, row in zip(indices, loaded, strict=True):
@@ -63,12 +74,11 @@ def refuse_rows_loaded_from_one(indices: Sequence[int], loaded: Sequence[Any], c
     several = [same for same in found.values() if len(same) > copies and not _may_be_shared(rows[same[0]])]
     for same in several[:1]:
         raise ValueError(
-            f"rows {same[0]} and {same[1]} of the training data are one stored row ({len(same)} of this draw are): "
-            "what is loaded for them is the same object, or lies in the same memory, but "
-            f"max_examples_per_person={copies}, so epsilon would not hide all that is learned from it. Train on each "
-            "row once (no index table that repeats rows, no i % n); where some shall count more, weight their losses; "
-            "or say how often a row may come (max_examples_per_person, in a mechanism unit=PrivacyUnit), and epsilon "
-            "is for all copies together. If they are rows of two people, let the data set return a copy of each."
+            f"rows {same[0]} and {same[1]} of the training data are one stored row ({len(same)} of this draw are), "
+            f"but max_examples_per_person={copies}, so epsilon would not hide all that is learned from it. Train on "
+            "each row once (no index table that repeats rows, no i % n), and weight losses where some shall count "
+            "more; if they are rows of two people, let the data set return a copy of each. Or say how often a row may "
+            "come (max_examples_per_person, in a mechanism unit=PrivacyUnit), and epsilon is for all copies together."
         )
 
 
@@ -83,6 +93,59 @@ def _memory_of(x: Any) -> Hashable | None:
     return (x.__array_interface__["data"][0], x.shape) if isinstance(x, np.ndarray) and x.size else None
 
 
+# ---- the same rows on all ranks ----
+
+
+def require_same_rows(size: int, load: Callable[[int], Any], seeds: SecretSeeds) -> None:
+    """Raise ValueError on all ranks unless some of the ``size`` rows, chosen by a secret, are the same on each."""
+
+    def digests() -> dict[int, str | None]:
+        seeds.reseed("common rows")
+        return {i: _digest_of(load, i, seeds) for i in random.sample(range(size), min(size, _COMPARED))}
+
+    try:
+        first, *others = distributed.gathered(distributed.made_on_all(digests))
+    except Exception as error:
+        raise ValueError(
+            f"rows of the training data cannot be loaded on every rank ({type(error).__name__}: {error}). Every "
+            "process draws its part from all examples: give each of them the whole data set, and correct such rows or "
+            "leave them out."
+        ) from error
+    for rank, digests_there in enumerate(others, start=1):
+        for i, digest in digests_there.items():
+            if digest != first[i]:
+                raise ValueError(
+                    f"row {i} of the training data is another one on rank {rank} than on rank 0. Every process draws "
+                    "its part of the examples by their indices, so several could draw one row. Let all processes make "
+                    "the same rows in the same order: sort what is listed (os.listdir, glob, a set), and shuffle and "
+                    "split with one seed (random.Random(0).shuffle, random_split(generator=...))."
+                )
+
+
+def _digest_of(load: Callable[[int], Any], i: int, seeds: SecretSeeds) -> str | None:
+    """Return the digest of a row; None if it draws from generators of its own."""
+    digests = set()
+    for _ in range(2):
+        seeds.reseed(f"common row {i}")
+        digests.add(_digest(load(i)))
+    return digests.pop() if len(digests) == 1 else None
+
+
+def _digest(row: Any) -> str:
+    """Return the digest of a row's tensors, numbers, words and images, but not of the paths of its files."""
+    found = hashlib.sha256()
+    for name, x in leaves_of(row):
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_nested:
+            x = x.detach().cpu().contiguous()
+            found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+            found.update(x.reshape(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(x, (str, bytes, Number)) and not (isinstance(x, str) and os.path.isabs(x)):
+            found.update(f"{name} {x!r}".encode())
+        elif hasattr(x, "tobytes"):  # an image of PIL
+            found.update(f"{name} ".encode() + x.tobytes())
+    return found.hexdigest()
+
+
 # ---- names of rows ----
 
 
@@ -91,8 +154,8 @@ def _bases() -> defaultdict[Hashable, int]:
 
 
 def _sorted(names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order that puts equal names side by side, the first index first, and whether each one but the first
-    has the name of the one before."""
+    """Return the order in which equal names are neighbours, the smallest index first, and for each but the first
+    whether it has the name of its predecessor."""
     order = np.lexsort(names[::-1])
     names = names[:, order]
     return order, (names[:, 1:] == names[:, :-1]).all(0)
@@ -123,7 +186,7 @@ def _names(dataset: Any, bases: defaultdict[Hashable, int]) -> np.ndarray:
 
 
 def _integers(indices: Any) -> np.ndarray:
-    """Return the indices of a Subset; none where they are something else, as keys are."""
+    """Return the indices of a Subset; none if they are something else, as keys are."""
     try:
         return np.array([operator.index(i) for i in getattr(indices, "tolist", lambda: indices)()], np.int64)
     except TypeError:
@@ -131,8 +194,8 @@ def _integers(indices: Any) -> np.ndarray:
 
 
 def _names_in_table(dataset: Any, bases: defaultdict[Hashable, int]) -> np.ndarray:
-    """Return names of rows by where all columns of their part of the table lie in memory, and their place there.
-    Selecting, shuffling, joining and slicing leave the memory as it is."""
+    """Return names of rows: the memory of all columns of their part of the table, and their place in it. Selecting,
+    shuffling, joining and slicing leave that memory as it is."""
     names = []
     for batch in dataset.data.table.to_batches():
         buffers = [[x for x in column.buffers()[1:] if x is not None and x.size] for column in batch.columns]

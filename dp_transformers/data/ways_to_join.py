@@ -1,10 +1,8 @@
-"""How a collator joins the rows of each column, learned from itself.
+"""Learns how a collator joins the rows of each column.
 
-It is given two examples together, and what it makes of them is compared with what it makes of each alone. On which
-side and with which number a column is padded must be the same for two pairs without a common example, so that the
-number is the collator's and no example's.
-
-Shape legend: R rows of a column, as many as examples where each has one.
+The collator gets two examples together, and its batch is compared with those of each example alone. The side and the
+number that a column is padded with must be the same for two pairs without a common example, so that the number is the
+collator's and no example's.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ class Column:
     """How a collator joins one tensor of its batches.
 
     Attributes:
-        rows_in: The dimension of the rows; None where there is one tensor for the whole batch.
-        is_dropped: Of a single example the collator leaves that dimension out, as ``squeeze()`` does.
-        by_parts: An example has several rows, and the first ones of all examples come before the second ones.
+        rows_in: The dimension of the rows; None for one tensor of the whole batch.
+        is_dropped: True if the collator leaves that dimension out for a single example, as ``squeeze()`` does.
+        by_parts: True if an example has several rows, and the first ones of all examples come before the second ones.
         offsets_of: The column of ids that these numbers are offsets of.
-        sides: On which side each dimension is padded, with the rows in dimension 0.
-        fill: What it is padded with: a number, or one for each entry of a dimension that is not padded.
-        is_by_place: All rows of a batch are the same, and nothing is padded: the numbers of places.
-        pairs: The pairs of examples that showed the fill, or that the rows are the same.
+        sides: The side on which each dimension is padded, with the rows in dimension 0.
+        fill: The padding: one number, or one for each entry of a dimension that is not padded. None if nothing is
+            padded, and all rows of a batch are the same (the numbers of positions).
+        pairs: The pairs of examples that showed this.
     """
 
     rows_in: int | None = 0
@@ -42,16 +40,11 @@ class Column:
     offsets_of: str | None = None
     sides: dict[int, str] = field(default_factory=dict)
     fill: torch.Tensor | None = None
-    is_by_place: bool = False
     pairs: list[frozenset[int]] = field(default_factory=list)
 
-    @property
-    def may_be_padded(self) -> bool:
-        return self.rows_in is not None and self.offsets_of is None
-
     def is_known(self, dim: int) -> bool:
-        """Return whether it is seen how this dimension is padded: with a number that may be an example's, in two pairs
-        without a common one."""
+        """Return True if the padding of this dimension is known. A number that may be an example's must be seen in two
+        pairs without a common example."""
         if self.fill is not None and dim not in self.sides:
             return False
         is_usual = self.fill is not None and bool(((self.fill == 0) | (self.fill == -100)).all())
@@ -62,28 +55,23 @@ class Column:
         x = x.unsqueeze(self.rows_in or 0) if self.is_dropped else x
         return x.movedim(self.rows_in, 0) if self.rows_in else x
 
-    def longer(self, own: torch.Tensor, padded: torch.Tensor) -> dict[int, tuple[int, int]]:
-        """Return the dimensions that are padded, with the own size and the padded one."""
-        sizes = zip(own.shape[1:], padded.shape[1:], strict=True)
-        return {d: (n, m) for d, (n, m) in enumerate(sizes, 1) if n != m}
-
 
 class _Place(NamedTuple):
-    """A way in which the rows of an example may lie in padded ones."""
+    """A possible place of the rows of an example in padded ones."""
 
     sides: dict[int, str]
     fill: torch.Tensor | None
-    is_exact: bool  # the numbers of the example are found again
+    is_exact: bool  # it has the numbers of the example
 
 
 class WaysToJoin:
-    """What is known of how a collator joins rows.
+    """Holds what is known of the way in which a collator joins rows.
 
     Attributes:
-        columns: By the paths of tensors.
-        lists_of_rows: Lists that have an entry for each row, and are no list of columns.
-        largest: Whole numbers for a batch that are the largest of its rows'.
-        is_longest_first: Whether the collator sorts its rows.
+        columns: The columns by the paths of their tensors.
+        lists_of_rows: The paths of lists that have an entry for each row, and are no list of columns.
+        largest: The paths of whole numbers for a batch that are the largest of those of its rows.
+        is_longest_first: True if the collator sorts its rows.
     """
 
     def __init__(self) -> None:
@@ -93,13 +81,14 @@ class WaysToJoin:
         self.is_longest_first = False
 
     def learn(self, keys: frozenset[int], short: Any, long: Any, pair: Any) -> None:
-        """Learn from a batch of two examples, the shorter one first, how the first one lies in it."""
+        """Learn from the batch of two examples, the shorter one first, how the shorter one is padded in it."""
         triples = self._triples("", short, long, pair)
         found = {path: (a, b, p) for path, a, b, p in triples if a.layout is torch.strided}
         for path, (a, b, p) in found.items():
             if path not in self.columns:
                 self.columns[path] = _kind_of(path, a, b, p, found)
-        padded = {path: x for path, x in found.items() if self.columns[path].may_be_padded}
+        columns = {path: self.columns[path] for path in found}
+        padded = {k: found[k] for k, c in columns.items() if c.rows_in is not None and c.offsets_of is None}
         places = [{k: _places(self.columns[k], a, b, p, i) for k, (a, b, p) in padded.items()} for i in (0, 1)]
         first, second = (sum(any(x.is_exact for x in found) for found, _ in each.values()) for each in places)
         self.is_longest_first |= second > first and size_of(short) < size_of(long)
@@ -108,15 +97,14 @@ class WaysToJoin:
         for path in sorted(padded, key=lambda path: sum(x.is_exact for x in own_places[path][0]) != 1):
             column, (a, b, p), (found_places, are_apart) = self.columns[path], padded[path], own_places[path]
             column.by_parts |= are_apart
-            sizes = column.longer(column.rows_of(a), p.movedim(column.rows_in or 0, 0))
+            sizes = [*zip(column.rows_of(a).shape, p.movedim(column.rows_in or 0, 0).shape, strict=True)]
             if (place := _chosen(found_places, sizes, known_sides)) is not None:
                 _take(path, column, place, keys)
                 if sum(x.is_exact for x in found_places) == 1:
                     column.sides |= place.sides
                 known_sides |= {sizes[d]: side for d, side in place.sides.items() if sizes[d] not in known_sides}
             elif len(a) == len(b) == 1 and len(p) == 2 and column.fill is None and are_same(p[0], p[1]):
-                column.is_by_place = True
-                column.pairs.append(keys)
+                column.pairs.append(keys)  # the numbers of positions
 
     def _triples(self, path: str, a: Any, b: Any, p: Any) -> Iterator[tuple[str, Any, Any, Any]]:
         """Yield the tensors that two examples have alone, and together."""
@@ -143,7 +131,7 @@ class WaysToJoin:
 
 
 def _kind_of(path: str, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, found: Mapping[str, Any]) -> Column:
-    """Return how a tensor of two examples, a and b alone and p together, is joined, but for its padding."""
+    """Return how a tensor of two examples, a and b alone and p together, is joined, without its padding."""
     if p.dim() == a.dim() + 1 and 2 in p.shape[:2]:
         return Column(int(p.shape[0] != 2), is_dropped=True)
     if not a.dim() or p.dim() != a.dim():
@@ -156,10 +144,9 @@ def _kind_of(path: str, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, found
         return Column(1)
     if p.dim() > 1 and len(a) == len(b) == len(p) == 1 and p.shape[1] == a.shape[1] + b.shape[1] > 2:
         raise ValueError(
-            f"the collator made one row of 2 examples ({named(path)}), and not one of each. Packing joins several "
-            "examples in one row, so the norm of a row is not the norm of an example. Switch packing, padding_free "
-            "and flattening collators off, and use one that pads (DataCollatorWithPadding, or that of your trainer "
-            "without packing)."
+            f"the collator made one row of 2 examples ({named(path)}), so the norm of a row is not the norm of an "
+            "example. Switch packing, padding_free and flattening collators off, and use one that pads "
+            "(DataCollatorWithPadding, or that of your trainer without packing)."
         )
     return Column(None)
 
@@ -167,8 +154,8 @@ def _kind_of(path: str, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, found
 def _ids_of_offsets(
     path: str, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, found: Mapping[str, Any]
 ) -> str | None:
-    """Return the column that these are offsets of, if the numbers of the second example go on where the ids of the
-    first one end."""
+    """Return the column that these are offsets of: the numbers of the second example continue at the end of the first
+    one's ids."""
     if a.dim() != 1 or a.is_floating_point() or not len(b) or len(p) not in (2, 3) or bool(a[0] != 0):
         return None
     ends = b if len(p) == 2 else b[1:]
@@ -183,8 +170,8 @@ def _ids_of_offsets(
 
 
 def _places(column: Column, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, row: int) -> tuple[list[_Place], bool]:
-    """Return how the first of two examples may lie in a batch of both as its first or second one; and whether its
-    rows are apart there."""
+    """Return the possible places of the first of two examples in a batch of both, as its first (``row`` 0) or second
+    one; and True if its rows are apart there."""
     own, other, p = column.rows_of(a), column.rows_of(b), p.movedim(column.rows_in or 0, 0)
     places = _places_in(own, p[len(p) - len(own) :] if row else p[: len(own)])
     if len(own) == len(other) > 1 and not any(place.is_exact for place in places):
@@ -195,7 +182,7 @@ def _places(column: Column, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, r
 
 
 def _places_in(own: torch.Tensor, rows: torch.Tensor) -> list[_Place]:
-    """Return on which sides the rows may be padded: what is not their own there is constant along what is padded."""
+    """Return the sides on which the rows may be padded: there the padding is constant along the padded dimensions."""
     dims = [d for d in range(1, own.dim()) if own.shape[d] != rows.shape[d]]
     if len(rows) != len(own) or any(own.shape[d] > rows.shape[d] for d in dims):
         return []
@@ -215,22 +202,22 @@ def _places_in(own: torch.Tensor, rows: torch.Tensor) -> list[_Place]:
 
 
 def block_of(own: Sequence[int], padded: Sequence[int], sides: Mapping[int, str]) -> tuple[slice, ...]:
-    """Return where rows of one shape lie in padded ones."""
+    """Return the part of padded rows that rows of one shape take."""
     sizes = enumerate(zip(own, padded, strict=True))
     return tuple(slice(m - n, m) if sides.get(d) == "left" else slice(n) for d, (n, m) in sizes)
 
 
 def _constant(fill: torch.Tensor) -> torch.Tensor:
-    """Return it without the dimensions along which it is constant."""
+    """Return the fill without the dimensions along which it is constant."""
     for d in range(fill.dim()):
         first = fill.narrow(d, 0, 1)
         fill = first if are_same(first.expand_as(fill), fill) else fill
     return fill.clone()
 
 
-def _chosen(places: Sequence[_Place], sizes: Mapping, known_sides: Mapping) -> _Place | None:
-    """Return the place that fits best to columns of the same sizes; without the example's numbers (random ones are
-    others in a pair), only one that fits to them."""
+def _chosen(places: Sequence[_Place], sizes: Sequence[tuple[int, int]], known_sides: Mapping) -> _Place | None:
+    """Return the place that fits best to columns of the same sizes; one without the example's numbers (random ones
+    differ in a pair) must fit to all of them."""
 
     def fits(place: _Place) -> int:
         return sum(known_sides.get(sizes[d]) == side for d, side in place.sides.items())
@@ -240,7 +227,7 @@ def _chosen(places: Sequence[_Place], sizes: Mapping, known_sides: Mapping) -> _
 
 
 def _take(path: str, column: Column, place: _Place, keys: frozenset[int]) -> None:
-    """Note how a column is padded."""
+    """Record how a column is padded."""
     if place.fill is None:
         return
     if column.fill is None:

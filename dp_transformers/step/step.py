@@ -31,7 +31,7 @@ from ..clipping.checks.rows import LossFunction
 from ..clipping.errors import SelfCheckError
 from ..clipping.loss_graph import BatchLoss
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
-from ..data.mixup import refuse_mixed
+from ..data.refused import refuse_mixed
 from ..losses.heads import refuse_targets_padded_on_the_left
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
 from ..mechanism.mechanism import Mechanism
