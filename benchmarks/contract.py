@@ -28,9 +28,8 @@ from dp_transformers.clipping import PerExampleClipper
 from dp_transformers.clipping.model_state import ModelState
 from dp_transformers.runtime.randomness import SecretSeeds
 from dp_transformers.step import step as private_step
-from dp_transformers.step.gradients import ReleasedGradients
 from dp_transformers.step.order import DrawOrder
-from dp_transformers.step.releases import PrivateLoss
+from dp_transformers.step.releases import PrivateLoss, ReleasedGradients
 from dp_transformers.step.step import PrivateStep
 
 from .harness import Benchmark, parser

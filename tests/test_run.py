@@ -2,10 +2,11 @@
 
 import json
 import math
-from dataclasses import replace
+from types import SimpleNamespace
 
 import dp_accounting
 import pytest
+from torch import nn
 
 from dp_transformers.mechanism.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
 from dp_transformers.mechanism.clipping_functions import FlatClipping
@@ -15,11 +16,14 @@ from dp_transformers.mechanism.sampling import FixedOrderSampling, PoissonSampli
 from dp_transformers.step.checkpoint import PrivacyState
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.step.run import PrivateRun
-from dp_transformers.step.startup_message import Trained, describe, hopeless
+from dp_transformers.step.startup_message import describe, hopeless
 
 pytestmark = pytest.mark.whole
 
-TRAINED = Trained("Net", 10, 20, "book_keeping", "auto")
+NET = nn.Linear(100, 100)
+CLIPPER = SimpleNamespace(
+    model=NET, parameters=[NET.weight], mode=SimpleNamespace(name="book_keeping"), asked_mode="auto"
+)
 
 
 def run_of(
@@ -75,7 +79,7 @@ def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
     assert written["epsilon"] is None and written["private"] is False
     line = json.loads((tmp_path / LEDGER_NAME).read_text().splitlines()[0])
     assert line["private"] is False and line["verified"] is False and reason in line["not_private_because"][0]
-    said = describe(run, 3, TRAINED)
+    said = describe(run, 3, CLIPPER)
     assert said.startswith("NOT PRIVATE, nobody is protected (N = ") and reason in said.splitlines()[0]
     assert "to be spent: epsilon is infinite\n" in said and "NOT VERIFIED" in said
     assert "hidden" not in said and "protects" not in said
@@ -204,18 +208,18 @@ def test_sigma_for_all_rows_of_a_person():
 
 
 def test_the_start_says_what_is_to_be_spent():
-    assert "to be spent: epsilon 8 at delta 1e-05\n" in describe(run_of(target_epsilon=8.0), 3, TRAINED) + "\n"
+    assert "to be spent: epsilon 8 at delta 1e-05\n" in describe(run_of(target_epsilon=8.0), 3, CLIPPER) + "\n"
     assert "to be spent: epsilon 8 at delta 1e-05 for all rows of one person" in describe(
-        run_of(target_epsilon=8.0, rows=3), 3, TRAINED
+        run_of(target_epsilon=8.0, rows=3), 3, CLIPPER
     )
-    assert "there is no target_epsilon" in describe(run_of(), 3, TRAINED)
+    assert "there is no target_epsilon" in describe(run_of(), 3, CLIPPER)
 
 
 def test_plan_in_words():
     run = run_of(target_epsilon=8.0, rows=30)
-    text = describe(run, 100, replace(TRAINED, parameters=10_000))
+    text = describe(run, 100, CLIPPER)
     assert "one row of the training data (N = 1000)" in text and "30 at most" in text
-    assert "10,000 of 20 parameters are trained" in text
+    assert "10,000 of 10,100 parameters are trained" in text
     assert "noise 2 beside a signal of at most 1" in text, "σ·C·√d/B = 1 · 1 · 100 / 50"
     assert hopeless(run, 100, 10_000) is None
     warning = hopeless(run_of(noise_multiplier=239.0), 100, 10_000)

@@ -450,8 +450,8 @@ class PerExampleClipper:
                 ``attach``, or a parameter that reaches the losses past the modules that own it.
             SelfCheckError: an example's loss is another one alone.
         """
-        if into is None and self.engine.loop is not None:
-            raise ValueError("this clipper belongs to a private training: call backward(losses) of its PrivacyEngine.")
+        if into is None and self.engine.loop is not None:  # a private training, which has sums of its own
+            return self.engine.loop.add(losses, weights)
         losses_b = None if isinstance(losses, BatchLoss) else losses
         if losses_b is not None and self._boundary is not None:
             self._boundary.look_at(losses_b)

@@ -25,7 +25,7 @@ from ..runtime import distributed
 from ..step.checkpoint import PrivacyState
 from ..step.ledger import Ledger
 from ..step.run import PrivacySpent, PrivateRun
-from ..step.startup_message import Trained, describe, warnings
+from ..step.startup_message import describe, size_of, warnings
 from .checkpoints import go_on_from, save, state_of
 from .criterion import check_reduction
 from .loop import PrivateLoop
@@ -343,9 +343,8 @@ class PrivacyEngine:
             self._loop, criterion = loop.attach(run, secure=self._secure, announce=_say)
             undo.pop_all()
         clipper, loader = self._loop.clipper, self._loop.loader
-        trained = Trained.by(clipper)
-        _say(describe(run, mechanism.steps, trained) + ("" if loop.criterion is not None else _LOSSES_ARE_NOT_SEEN))
-        for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, trained.parameters):
+        _say(describe(run, mechanism.steps, clipper) + ("" if loop.criterion is not None else _LOSSES_ARE_NOT_SEEN))
+        for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, size_of(clipper)):
             _say(warning)
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)

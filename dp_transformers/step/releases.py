@@ -1,24 +1,32 @@
-"""Numbers that a step releases beside its gradient: the mean loss of a draw, and the share of its examples that the
-clipping bound leaves as they are.
+"""What a step releases: gradients with noise, the mean loss of a draw, and the share of its examples that the clipping
+bound does not shorten.
 
-An example adds a bounded number to a sum of its own. This sum and that of the gradients are one Gaussian mechanism on
-one draw, whose ε :class:`~dp_transformers.mechanism.mechanism.Mechanism` computes from the noise of both. Gradients,
-and the noise on them, are the same with and without it.
+Clipped sums are never in ``p.grad`` (:class:`~dp_transformers.clipping.gradient_sums.GradientSums`). A release puts
+noised gradients there, marked with the variance of their noise, and no optimizer steps with others. Whatever is done
+to released gradients afterwards has no part in ε.
+
+To the further sums an example adds a bounded number. They and the sum of gradients are one Gaussian mechanism on one
+draw, whose ε :class:`~dp_transformers.mechanism.mechanism.Mechanism` computes from the noise of all. Gradients, and
+the noise on them, are the same with and without them.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
+from functools import partial
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..clipping import PerExampleClipper
 from ..mechanism.clipping_functions import AdaptiveClipping
 from ..mechanism.mechanism import Mechanism, Release
 from ..noise.generators import Dither, GaussianNoise, round_digits
+from ..noise.optimizers import is_noised
 from ..runtime import distributed
 
-LOSS = "loss"  # the name of the release
+LOSS = "loss"  # the name of its release
 
 
 class NoisedSum:
@@ -26,10 +34,10 @@ class NoisedSum:
 
     Args:
         clipper: The clipper of the model that is trained.
-        stream: Tells the numbers of this noise from those of other noise where both have the same fixed seed.
+        stream: A number that makes this noise differ from other noise of the same fixed seed.
         dtype: The dtype of the sum.
         dp_seed: Fixed seed for tests.
-        secure: Whether noise comes from a cryptographic generator.
+        secure: True to draw noise from a cryptographic generator.
     """
 
     def __init__(
@@ -42,12 +50,12 @@ class NoisedSum:
         self._sum = torch.zeros(1, dtype=dtype, device=clipper.device)
 
     def begin_draw(self) -> None:
-        """Forget what was added of the draw before."""
+        """Begin with a sum of 0."""
         self._sum.zero_()
 
     def _noised(self, std: float) -> torch.Tensor:
-        """Return the sum over all ranks with noise, of shape (1,), the same on every rank. All ranks call this after
-        the step was counted."""
+        """Return the noised sum over all ranks, of shape (1,), the same on every rank. All ranks call this after the
+        step was counted."""
         if distributed.rank() == 0:
             self._noise.add_([self._sum], std=std)
         distributed.sum_over_ranks([self._sum])
@@ -98,8 +106,7 @@ class NoisedShare(NoisedSum):
     """Counts the examples that a clipping bound leaves as they are, for clipping that follows a quantile of the norms
     (:class:`~dp_transformers.mechanism.clipping_functions.AdaptiveClipping`).
 
-    An example adds ½ if it is no longer than the bound and -½ if it is, so that it moves the sum by ½, whichever it
-    is.
+    An example adds ½ if its norm is within the bound and -½ if not, so that it moves the sum by ½ in both cases.
     """
 
     def __init__(self, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False):
@@ -116,5 +123,66 @@ class NoisedShare(NoisedSum):
 
 
 def loss_release(mechanism: Mechanism) -> Release | None:
-    """Return the release of the loss that a mechanism plans; None where it plans none."""
-    return next((release for release in mechanism.releases if release.name == LOSS), None)
+    """Return the release of the loss that a mechanism plans; None if it plans none.
+
+    Raises:
+        ValueError: the mechanism plans releases that no step does.
+    """
+    if [release.name for release in mechanism.releases] not in ([], [LOSS]):
+        raise ValueError(
+            f"besides the gradient a step releases {LOSS!r} and nothing else, each once, but the mechanism plans "
+            f"{[release.name for release in mechanism.releases]}: take these out of releases."
+        )
+    return next(iter(mechanism.releases), None)
+
+
+class ReleasedGradients:
+    """Refuses every optimizer that would step with another gradient of the private parameters than a released one.
+
+    Args:
+        clipper: The clipper of the parameters.
+        own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None if the release comes before any
+            optimizer steps (DPTrainer).
+    """
+
+    def __init__(self, clipper: PerExampleClipper, own_optimizer: torch.optim.Optimizer | None):
+        self._clipper, self._own_optimizer = clipper, own_optimizer
+        self._private = {id(p) for p in clipper.parameters}  # a set of tensors takes a call of Python for each
+        self._handle = register_optimizer_step_pre_hook(partial(_before_any_step, weakref.ref(self)))
+
+    def close(self) -> None:
+        """Let optimizers step with any gradients again."""
+        self._handle.remove()
+
+    def drop(self, *, released: bool = True) -> None:
+        """Set the gradients of the private parameters to None: all of them, or with ``released=False`` those without
+        noise, which an interrupted release leaves."""
+        for p in self._clipper.parameters:
+            if p.grad is not None and (released or not is_noised(p.grad)):
+                p.grad = None
+
+    def refuse_unreleased(self, optimizer: torch.optim.Optimizer, *, also_own: bool = False) -> None:
+        """Raise ValueError if ``optimizer`` would step with a gradient of a private parameter that was not released.
+
+        Args:
+            also_own: True to refuse the optimizer that releases, too, after its release.
+        """
+        if optimizer is self._own_optimizer and not also_own:
+            return
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(p) in self._private and p.grad is not None and not is_noised(p.grad):
+                name = next((name for name, q in self._clipper.model.named_parameters() if q is p), "?")
+                raise ValueError(
+                    f"{type(optimizer).__name__} would step with a gradient of '{name}' that has no noise: no private "
+                    "step released it, or it is a copy. Change released gradients in place, put no others in "
+                    "p.grad, and step in a loop of your own with the optimizer that make_private was given."
+                )
+
+
+def _before_any_step(
+    reference: weakref.ref[ReleasedGradients], optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict
+) -> None:
+    """Run before every step of every optimizer."""
+    gradients = reference()
+    if gradients is not None:
+        gradients.refuse_unreleased(optimizer)

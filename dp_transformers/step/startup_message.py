@@ -1,10 +1,9 @@
-"""The message with which a private training starts, and warnings where nothing can be learned through its noise, or
+"""Writes the message at the start of a private training, and warns if nothing can be learned through its noise, or if
 its draws cost more than they have to."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ..clipping import PerExampleClipper
 from ..mechanism.mechanism import UNIT, Release
@@ -17,55 +16,28 @@ _NEIGHBOURS = {
     "replace_one": "replacing it by another row (not N)",
 }
 
-
-# why "auto" takes a mode
-_WHY = {
+_WHY = {  # "auto" takes a mode
     "book_keeping": "auto: one backward pass, and no example's gradient is formed",
     "ghost": "auto: activations are checkpointed, and other modes would keep them",
 }
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The trained model, as far as the message describes it.
-
-    Attributes:
-        model: The class of the model.
-        parameters: The number of its trainable parameters.
-        of: The number of all of its parameters.
-        mode: The clipping mode.
-        asked: What was asked for, "auto" or a mode.
-    """
-
-    model: str
-    parameters: int
-    of: int
-    mode: str
-    asked: str
-
-    @classmethod
-    def by(cls, clipper: PerExampleClipper) -> Trained:
-        """Describe the model that the clipper is attached to."""
-        return cls(
-            type(clipper.model).__name__,
-            sum(p.numel() for p in clipper.parameters),
-            sum(p.numel() for p in clipper.model.parameters()),
-            clipper.mode.name,
-            clipper.asked_mode,
-        )
+def size_of(clipper: PerExampleClipper) -> int:
+    """Return the number of parameters that are trained, counted by their numbers."""
+    return sum(p.numel() for p in clipper.parameters)
 
 
-def describe(run: PrivateRun, steps: int | None, trained: Trained) -> str:
-    """Describe the training to whoever starts it. ``steps`` is None where the loop decides."""
-    step = run.mechanism.at(0)
+def describe(run: PrivateRun, steps: int | None, clipper: PerExampleClipper) -> str:
+    """Describe the training to whoever starts it. ``steps`` is None if the loop decides."""
+    step, size, mode = run.mechanism.at(0), size_of(clipper), clipper.mode.name
     lines = [
         _protected(run),
-        f"  model {trained.model}: {trained.parameters:,} of {trained.of:,} parameters are trained",
-        f"  clipping mode {trained.mode} ({_WHY[trained.mode] if trained.asked == 'auto' else 'as asked for'})",
+        f"  model {type(clipper.model).__name__}: {size:,} of {sum(p.numel() for p in clipper.model.parameters()):,} "
+        "parameters are trained",
+        f"  clipping mode {mode} ({_WHY[mode] if clipper.asked_mode == 'auto' else 'as asked for'})",
         f"  expected batch size {step.expected_batch_size} (q = {step.sample_rate:.6f}), noise multiplier "
         f"{step.noise_multiplier:.4f}, clipping bound {step.max_grad_norm:g}" + (f", steps {steps}" if steps else ""),
-        f"  noise {noise_norm(run, trained.parameters):.3g} beside a signal of at most {step.max_grad_norm:g} in each "
-        "step",
+        f"  noise {noise_norm(run, size):.3g} beside a signal of at most {step.max_grad_norm:g} in each step",
         f"  to be spent: {_to_be_spent(run)}",
     ]
     sampling, noise = run.mechanism.sampling.kind, run.mechanism.noise.kind
@@ -78,7 +50,7 @@ def describe(run: PrivateRun, steps: int | None, trained: Trained) -> str:
 
 
 def _protected(run: PrivateRun) -> str:
-    """Who is protected, or why nobody is."""
+    """Say who is protected, or why nobody is."""
     k, sampling = run.mechanism.unit.max_examples_per_person, run.mechanism.sampling
     if run.not_private_because:
         return f"NOT PRIVATE, nobody is protected (N = {sampling.num_examples}): {'; '.join(run.not_private_because)}"
@@ -100,8 +72,8 @@ def _to_be_spent(run: PrivateRun) -> str:
     at = "" if state.delta is None else f" at delta {state.delta:g}"
     if state.target_epsilon is None:
         return f"what the steps add up to{at}; there is no target_epsilon"
-    whose = " for all rows of one person" if run.mechanism.unit.max_examples_per_person > 1 else ""
-    return f"epsilon {state.target_epsilon:g}{at}{whose}"
+    rows = " for all rows of one person" if run.mechanism.unit.max_examples_per_person > 1 else ""
+    return f"epsilon {state.target_epsilon:g}{at}{rows}"
 
 
 def _describe_release(release: Release, batch_size: float) -> str:
@@ -113,22 +85,22 @@ def _describe_release(release: Release, batch_size: float) -> str:
 
 
 def noise_norm(run: PrivateRun, parameters: int) -> float:
-    """The expected length of a step's noise, σ·C·√d/B. A step's signal, the mean of clipped gradients, is about C at
-    most."""
+    """Return the expected length of a step's noise, σ·C·√d/B. A step's signal, the mean of clipped gradients, is about
+    C at most."""
     step = run.mechanism.at(0)
     return step.noise_multiplier * step.max_grad_norm * math.sqrt(parameters) / step.expected_batch_size
 
 
 def warnings(run: PrivateRun, steps: int, parameters: int) -> list[str]:
-    """Return warnings about a training that is private."""
+    """Return the warnings about a private training of ``parameters`` numbers."""
     sampling, sigma = run.mechanism.sampling, run.mechanism.at(0).noise_multiplier
     costly = sampling.warning(sigma, steps, run.state.delta or 0.1 / sampling.num_examples)
     return [warning for warning in (hopeless(run, steps, parameters), costly) if warning]
 
 
 def hopeless(run: PrivateRun, steps: int, parameters: int) -> str | None:
-    """A warning if nothing can be learned: over T steps signals add up to T·C at most, independent noise to
-    √T·σ·C·√d/B."""
+    """Return a warning if nothing can be learned: over T steps signals add up to T·C at most, and independent noise to
+    √T·σ·C·√d/B. None otherwise."""
     step = run.mechanism.at(0)
     ratio = noise_norm(run, parameters) / step.max_grad_norm / math.sqrt(max(steps, 1))
     if ratio <= HOPELESS:

@@ -1,19 +1,18 @@
 """The private step: from the physical batches of one draw to the one noised gradient that an optimizer steps with.
 
-DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release. Every part of the
-contract is checked in each step of both loops, when it matters, and not once before training.
+DPTrainer and PrivacyEngine run the same :class:`PrivateStep`. It holds the contract of a release, and checks it in
+each step of both loops.
 
-* Draws come one after the other, each is worked on in full, and none is left out
-  (:mod:`.step.order`).
+* Draws follow each other, each is worked on in full, and none is left out (:mod:`.step.order`).
 * A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), and forward and backward
   run once over it (:meth:`PrivateStep.add`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
-* Clipping is compared with one row at a time whenever something about a batch is new, and by chance
+* Clipping is compared with one row at a time if something about a batch is new, and by chance
   (:meth:`PrivateStep.check`).
-* The step owns the clipped sums and what clips, and hands both to the clipper: ``p.grad`` is None until the release,
-  so nothing that a loop does to it has a part in what is noised (:meth:`PrivateStep.add`). The step is on the ledger
-  before its noise exists (:meth:`PrivateStep.release`).
-* No optimizer steps with gradients of the private parameters that were not released (:mod:`.step.gradients`).
+* The step owns the clipped sums and the clipping function, and hands both to the clipper: ``p.grad`` is None until the
+  release, so whatever a loop does to it has no part in the sum (:meth:`PrivateStep.add`).
+* The step is on the ledger before its noise exists (:meth:`PrivateStep.release`).
+* No optimizer steps with gradients of the private parameters that were not released (:mod:`.step.releases`).
 """
 
 from __future__ import annotations
@@ -34,15 +33,13 @@ from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
 from ..data.refused import refuse_mixed
 from ..losses.heads import refuse_targets_padded_on_the_left
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
-from ..mechanism.mechanism import Mechanism
 from ..noise.add_noise import add_noise_and_divide
 from ..noise.generators import Dither, ShardedNoise
 from ..noise.optimizers import set_noise_variance
 from ..runtime import distributed
 from ..runtime.randomness import SecretSeeds, require_unseeded
-from .gradients import ReleasedGradients
 from .order import BatchInHand, DrawOrder, Stage
-from .releases import LOSS, NoisedShare, PrivateLoss, loss_release
+from .releases import NoisedShare, PrivateLoss, ReleasedGradients, loss_release
 from .run import PrivateRun
 
 logger = logging.getLogger(__name__)
@@ -53,24 +50,24 @@ class PrivateStep:
 
     Args:
         clipper: The clipper of the model that is trained.
-        run: It counts the releases.
-        seeds: They seed the random numbers of dropout and augmentation.
+        run: The private run, which counts the releases.
+        seeds: The seeds of dropout and augmentation.
         data: The source of the draws, and of rows of weight 0 for ranks that have no examples left.
-        secure: Whether noise comes from a cryptographic generator.
-        announce: It is called with a sentence when the self-check has passed.
+        secure: True to draw noise from a cryptographic generator.
+        announce: A function of a sentence, called when the self-check has passed.
         at_least: The smallest number of physical batches of a draw, for loops that must see one to go on; ``data``
-            may say a larger one.
-        own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None where the release comes before
-            any optimizer steps (DPTrainer).
+            may need more.
+        own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None if the release comes before any
+            optimizer steps (DPTrainer).
         label_names: The names of the model's labels.
-        reduce_every_batch: Whether sums of parameters that FSDP2 shards are reduce-scattered after every physical
-            batch. If not, whole sums are kept until the last batch of a draw.
+        reduce_every_batch: True to reduce-scatter sums of parameters that FSDP2 shards after every physical batch.
+            Otherwise whole sums are kept until the last batch of a draw.
 
     Attributes:
-        gradients: What keeps optimizers from gradients that were not released.
-        order: It knows which draw, and which of its physical batches, is worked on.
-        loss: The noised mean of the losses of the draw that was released last, of shape (); None before, and where it
-            is not released.
+        gradients: Refuses optimizers that would step with gradients that were not released.
+        order: The order of draws and physical batches, with the batch that is worked on.
+        loss: The noised mean of the losses of the last released draw, of shape (); None before, and if no loss is
+            released.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class PrivateStep:
         label_names: Sequence[str] = ("labels",),
         reduce_every_batch: bool = True,
     ):
-        _refuse_what_no_step_does(run.mechanism)
         self.clipper, self.run, self._seeds, self._data = clipper, run, seeds, data
         source = {"dp_seed": run.dp_seed, "secure": secure}
         self._noise = run.mechanism.noise.source(clipper, **source)
@@ -108,21 +104,20 @@ class PrivateStep:
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
         self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
         self.order, self._is_closed = DrawOrder(), False
-        self._summed_draw = -1  # the number of the draw that the sums belong to
 
     def close(self) -> None:
-        """Stop looking at optimizers, drop the draw that is worked on, and give no other."""
+        """Let optimizers step as before, drop the draw that is worked on, and hand out no other."""
         self.gradients.close()
         self.drop()
         self._is_closed = True
 
     @property
     def number(self) -> int:
-        """The step that the last draw is for, counted from 0; -1 before the first draw."""
+        """The step of the last draw, counted from 0; -1 before the first draw."""
         return self.order.step
 
     def drop(self) -> bool:
-        """Drop the sums of an unfinished draw, so that nobody steps with them, and return whether there was one."""
+        """Drop the sums of an unfinished draw, so that nobody steps with them. Return True if there was one."""
         self._sums.clear()
         self.gradients.drop(released=False)
         self.run.unfinished = 0
@@ -136,12 +131,12 @@ class PrivateStep:
     # ---- draws ----
 
     def physical_batches(self, draw: LogicalBatch) -> Iterator[BatchInHand]:
-        """Yield the physical batches of a draw one after the other. Where parameters are sharded, every rank is given
-        as many. A draw that is dropped ends."""
+        """Yield the physical batches of a draw one after the other, and end if it is dropped. If parameters are
+        sharded, every rank gets the same number of batches."""
         if self._is_closed:
             raise RuntimeError(
-                "the private training that this loader belongs to has ended (engine.detach()), so nobody would clip "
-                "its draws, add noise or count them. Iterate over your own DataLoader, or call make_private again."
+                "the private training of this loader has ended (engine.detach()), so nobody would clip its draws, add "
+                "noise or count them. Iterate over your own DataLoader, or call make_private again."
             )
         self._require_same_processes()
         self.order.begin(draw)
@@ -168,10 +163,10 @@ class PrivateStep:
         if (now := distributed.place()) != self._place:
             (rank, count), (rank_now, count_now) = self._place, now
             raise ValueError(
-                f"the private training was set up as process {rank} of {count}, which draws its part of the examples, "
-                f"and this is process {rank_now} of {count_now} now: an example could be drawn by several of them, "
-                "and epsilon would be too small. Make the process group (init_process_group, Accelerator(), the "
-                "launch of Fabric or Lightning) before make_private or DPTrainer, and keep it to the end."
+                f"the private training was set up as process {rank} of {count}, and this is process {rank_now} of "
+                f"{count_now} now: several of them could draw one example, and epsilon would be too small. Make the "
+                "process group (init_process_group, Accelerator(), the launch of Fabric or Lightning) before "
+                "make_private or DPTrainer, and keep it to the end."
             )
 
     def _begin_draw(self) -> None:
@@ -185,10 +180,10 @@ class PrivateStep:
     # ---- before a forward pass (the clipper asks) ----
 
     def before_forward(self, args: tuple, kwargs: dict) -> None:
-        """Refuse rows that the loop mixed. Seed the random numbers, and in a loop of the user's check a batch of a new
-        kind."""
+        """Refuse rows that the loop mixed, and seed the random numbers. In a loop of PrivacyEngine, check a batch of a
+        new kind."""
         given = self.order.current
-        # rows that are not the loaded ones, and no mixtures of them, may have been augmented
+        # rows that are neither the loaded ones nor mixtures of them may have been augmented
         if given is not None and refuse_mixed(given.batch.rows, (args, kwargs), given.batch.size):
             require_unseeded("the training loop, after it took a batch")
         self._seeds.reseed()
@@ -196,17 +191,17 @@ class PrivateStep:
             self.check(args, kwargs)
 
     def after_forward(self, output: Any) -> None:
-        """Let a loop's backward pass refuse gradients at a row's padding. DPTrainer's losses are looked at
-        themselves."""
+        """Let the backward pass of PrivacyEngine's loop refuse gradients at a row's padding. DPTrainer's losses are
+        compared themselves."""
         if self.order.in_hand is not None and self._own_optimizer is not None:
             self.clipper.expect_no_gradient_at_padding(output, self.order.in_hand.batch.sizes)
 
     def current_batch(self) -> BatchInHand | None:
-        """Return the physical batch that is worked on; None between the batches."""
+        """Return the physical batch that is worked on; None between two batches."""
         return self.order.current
 
     def check(self, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> None:
-        """Compare rows of the batch in the hands of the loop with each alone, if something about them is new
+        """Compare rows of the batch in hand with each alone, if something about them is new
         (:meth:`.PerExampleClipper.compare`).
 
         Raises:
@@ -232,8 +227,8 @@ class PrivateStep:
             )
 
     def _how_padded(self, batch: PhysicalBatch) -> tuple[Any, ...]:
-        """Return how a batch is padded, by columns and by the arguments of a call; nothing where rows came padded to
-        a length that was chosen."""
+        """Return how a batch is padded, by columns and by the arguments of a call; () if its rows came padded to a
+        length that was chosen."""
         if batch.came_padded:
             self._lengths_that_came |= {max(own) for of in batch.sizes.values() for _, own in of.values()}
             if self._is_chosen_length:
@@ -241,29 +236,29 @@ class PrivateStep:
         return batch.sizes, batch.sizes_of
 
     def _require_chosen_length(self, batch: PhysicalBatch, error: SelfCheckError) -> None:
-        """Raise what was found of rows that others pad. Those that came padded to one length may all have one that was
-        chosen, and that no row decides."""
+        """Raise ``error`` unless rows came padded to one length, which may have been chosen, and not decided by a
+        row."""
         if not batch.came_padded or len(self._lengths_that_came) > 1 or self._is_chosen_length:
             raise error
         if self._data.has_one_longest():
             raise SelfCheckError(
-                f"{error} One row alone fills the positions that rows came padded to, so it seems to have decided how "
-                "many those are. If you chose them, choose more, so that no row fills them (max_length)."
+                f"{error} One row alone fills the positions that rows came padded to, so it seems to have decided "
+                "their number. If you chose it, choose more, so that no row fills them (max_length)."
             ) from error
         self._is_chosen_length = True
         logger.warning(
             "rows came padded to one length, %d, which several rows fill. If it is the length of the longest example, "
-            "and not one that was chosen without looking at the data, this is not private: %s",
+            "and was not chosen without looking at the data, this is not private: %s",
             *self._lengths_that_came, error,
         )  # fmt: skip
 
     # ---- clipped sums ----
 
     def add(self, losses: torch.Tensor | BatchLoss, weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Add the clipped gradients of the batch in the hands of the loop to the sums of its draw.
+        """Add the clipped gradients of the batch in hand to the sums of its draw.
 
         Args:
-            losses: (B,) with graph, one for each row of the batch; or the one that a loop went backward from.
+            losses: (B,) with graph, one for each row of the batch; or the loss of the batch in a ``loss.backward()``.
             weights: (B,) in [0, 1], default ones.
 
         Returns:
@@ -274,9 +269,6 @@ class PrivateStep:
         """
         given = self.order.begin_sum(batch_size := self.clipper.engine.require_forward(losses).batch_size)
         require_unseeded("the model's forward pass, or what ran between it and backward()")
-        if given.draw != self._summed_draw:
-            self._summed_draw = given.draw
-            self._begin_draw()
         given.stage = Stage.SUMMING
         if given.batch.fillers:
             own_b = (torch.arange(batch_size) < given.batch.examples).float()
@@ -292,8 +284,8 @@ class PrivateStep:
         return norms_b
 
     def clipped_sums(self) -> dict[str, torch.Tensor]:
-        """Copies of the clipped sums of the unfinished draw by the parameters' names, without noise. They are private
-        data."""
+        """Return copies of the clipped sums of the unfinished draw, by parameters' names. They have no noise, and are
+        private data."""
         sums = ((name, self._sums[p]) for name, p in self.clipper.model.named_parameters())
         return {name: total.clone() for name, total in sums if total is not None}
 
@@ -301,12 +293,12 @@ class PrivateStep:
 
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Set ``p.grad = (sum over ranks + σ·C·N(0, I)) / expected batch size``, with the noise of each group scaled
-        as the clipping function says, and ``loss`` to the noised mean of losses where that is released. The step is
-        counted before any noise exists. ``optimizer`` is what steps with it.
+        by the clipping function, and ``loss`` to the noised mean of losses if it is released. The step is counted
+        before any noise exists. ``optimizer`` steps with it afterwards.
 
         Raises:
-            ValueError: the draw is not finished, or what is released is not what the optimizer steps with. Nothing is
-                released.
+            ValueError: the draw is not finished, or ``optimizer`` has other parameters than those that are released.
+                Nothing is released.
             RuntimeError: the budget is spent. Nothing is released.
         """
         clipper, order = self.clipper, self.order
@@ -343,22 +335,17 @@ class PrivateStep:
         self._released += 1
         if self._private_loss is not None:
             self.loss = self._private_loss.release(used.expected_batch_size)
-        self._say_noise((relative_std * used.noise_std / used.expected_batch_size) ** 2, scales)
+        variance = (relative_std * used.noise_std / used.expected_batch_size) ** 2
+        for p, scale in zip(clipper.parameters, scales, strict=True):  # with this gradients count as released
+            set_noise_variance(cast(torch.Tensor, p.grad), variance * scale**2)
         if self._share is not None:
             clipping = cast(AdaptiveClipping, self.clipping)
             self.run.move(clipping.moved(self._share.release(clipping, used.expected_batch_size)))
         order.end_release()
         self.run.unfinished = 0
 
-    def _say_noise(self, variance: float, scales: Sequence[float]) -> None:
-        """Attach to the gradients the variance of their noise, given that of parameters whose noise is not scaled.
-        With this they count as released."""
-        for p, scale in zip(self.clipper.parameters, scales, strict=True):
-            set_noise_variance(cast(torch.Tensor, p.grad), variance * scale**2)
-
     def finish_batch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what ``optimizer.step()`` of a loop asks for: release the draw after its last physical batch, and nothing
-        before.
+        """End a physical batch when ``optimizer.step()`` of a loop is called. Release the draw after its last one.
 
         Raises:
             ValueError: no clipped sum was formed of the batch.
@@ -367,14 +354,5 @@ class PrivateStep:
         if given.last_of_draw:
             self.release(optimizer)
         else:
-            self.gradients.drop()  # whatever somebody put there: nothing is stepped with
+            self.gradients.drop()  # the optimizer steps with nothing
             given.stage = Stage.DONE
-
-
-def _refuse_what_no_step_does(mechanism: Mechanism) -> None:
-    """Raise ValueError for a mechanism that releases other sums than the step knows."""
-    if [release.name for release in mechanism.releases] not in ([], [LOSS]):
-        raise ValueError(
-            f"besides the gradient a step releases {LOSS!r} and nothing else, each once, but the mechanism plans "
-            f"{[release.name for release in mechanism.releases]}: take these out of releases."
-        )

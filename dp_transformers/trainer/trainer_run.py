@@ -27,7 +27,7 @@ from ..runtime.randomness import SecretSeeds, seed_worker, seeded_global_generat
 from ..step.checkpoint import PrivacyState, find_checkpoint
 from ..step.ledger import Ledger, PrivacyStateError
 from ..step.run import PrivateRun
-from ..step.startup_message import Trained, describe, warnings
+from ..step.startup_message import describe, size_of, warnings
 from ..step.step import PrivateStep
 from .dp_config import DPTrainingArguments
 
@@ -325,8 +325,8 @@ class TrainerRun:
             ),
         )
         clipper.follow(self._step, None)
-        steps, trained = self.planned_steps, Trained.by(clipper)
-        for text in (describe(run, steps, trained), *warnings(run, steps, trained.parameters)):
+        steps = self.planned_steps
+        for text in (describe(run, steps, clipper), *warnings(run, steps, size_of(clipper))):
             self._say(text)
 
 

@@ -21,7 +21,7 @@ from dp_transformers.mechanism.sampling import (
 )
 from dp_transformers.mechanism.schedules import LinearSchedule
 from dp_transformers.step.ledger import Ledger
-from dp_transformers.step.startup_message import Trained, describe
+from dp_transformers.step.startup_message import describe
 
 pytestmark = pytest.mark.halved
 
@@ -62,7 +62,7 @@ def test_the_noise_of_a_step_takes_back_that_of_the_step_before(tmp_path, loop, 
 def test_the_plan_says_what_is_hidden(sampling, words):
     engine, *_ = by_engine(mechanism(sampling=sampling, noise=IndependentNoise(1.0)))
     run = engine._loop.run
-    assert f"(N = 40); {words} hidden." in describe(run, STEPS, Trained("Net", 50, 50, "book_keeping", "auto"))
+    assert f"(N = 40); {words} hidden." in describe(run, STEPS, engine.clipper)
 
 
 def test_a_resumed_run_has_a_noise_source_of_its_own_and_is_composed(tmp_path, monkeypatch):
