@@ -118,26 +118,6 @@ def test_batches_say_whether_examples_are_padded_to_the_length_of_others(fixed):
     assert by_others(Draw(1, [1])) == [False]
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-@pytest.mark.parametrize(("name", "shape"), [("input_values", ()), ("input_features", (5,)), ("input_ids", ())])
-def test_padding_that_no_mask_shows_is_refused(name, shape, fixed):
-    """Sounds too: what a model makes of padding decides gradients, and with it the length of the longest."""
-
-    def collate(rows):
-        longest = 9 if fixed else max(len(row[name]) for row in rows)
-        return {
-            name: np.stack([np.concatenate([row[name], np.zeros((longest - len(row[name]), *shape))]) for row in rows])
-        }
-
-    batches = LogicalBatches([{name: np.ones((1 + i % 4, *shape))} for i in range(20)], collate, 3)
-    assert batches[Draw(0, [0, 4, 8])].batches[0].sizes == {}  # of one length
-    if fixed:
-        assert batches[Draw(1, [3, 0, 1])].batches[0].sizes == {}
-        return
-    with pytest.raises(ValueError, match=f"'{name}'.*attention_mask.*max_length"):
-        batches[Draw(1, [3, 0, 1])]
-
-
 def test_examples_are_ordered_by_their_lengths_in_time():
     batches = LogicalBatches([{"input_features": np.ones((9 - i, 2))} for i in range(9)], list, 2)
     made = batches[Draw(0, range(9))].batches

@@ -25,7 +25,7 @@ from .columns import are_same, size_of, tensors_of
 from .examples import Examples
 from .joining import Joiner, Sizes
 from .known_collators import acts_on_rows_alone, kind_of, sizes_of
-from .refused import refuse_packed, require_mask
+from .refused import refuse_packed
 from .stored_rows import refuse_rows_loaded_from_one, require_same_rows
 
 _Join = Callable[[Sequence[Any]], tuple[Any, Sizes]]
@@ -146,7 +146,6 @@ class LogicalBatches(Dataset):
         self._joiner = Joiner(self._examples.together, len(dataset))
         self.physical_batch_size, self._fill, self._copies = physical_batch_size, fill, copies
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
-        self._own_columns: set[str] = set()  # of the examples as they are loaded
         self._filler: PhysicalBatch | None = None
         if distributed.world_size() > 1:
             require_same_rows(len(dataset), lambda i: self._examples.load([i])[0], seeds.of_all_ranks())
@@ -178,7 +177,6 @@ class LogicalBatches(Dataset):
         """Return the rows of a draw, and the function that joins some of them."""
         loaded = self._examples.of_draw(indices, draw)
         refuse_rows_loaded_from_one(indices, loaded, self._copies)
-        self._own_columns = {name for example in loaded[:1] if isinstance(example, Mapping) for name in example}
         kinds = {*map(kind_of, loaded)} if self._is_collator_known else set()
         if len(kinds) == 1 and None not in kinds:
             self._seeds.reseed(f"batches of draw {draw}")
@@ -209,7 +207,6 @@ class LogicalBatches(Dataset):
         fillers = self.physical_batch_size - len(rows) if self._fill else 0
         batch, sizes = join([*rows, *[rows[0]] * fillers])
         refuse_packed(batch)
-        require_mask(batch, sizes, self._own_columns)
         before = {} if sizes else sizes_by_mask(batch)
         return PhysicalBatch(batch, len(rows) + fillers, sizes or before, bool(before), fillers)
 

@@ -1,34 +1,18 @@
-"""Batches that are refused: packed rows, padding without a mask, and rows that the training loop mixed.
+"""Batches that are refused: packed rows, and rows that the training loop mixed.
 
 Shape legend: B rows, I the first of them, K numbers of each row, T positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from .columns import tensors_of
-from .joining import Sizes
 
-# the names that models of transformers have for texts and sounds
-_MAIN_INPUTS = {"input_ids", "input_values", "input_features", "inputs_embeds"}
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # columns of packing and flattening collators
 _ROWS, _NUMBERS, _FEWEST = 32, 256, 8  # rows and numbers that are compared; numbers that must come from another row
-
-
-def require_mask(batch: Any, sizes: Sizes, own_columns: set[str]) -> None:
-    """Raise ValueError for texts or sounds of the data set that are padded without a mask."""
-    names = _MAIN_INPUTS & sizes.keys() & own_columns
-    if names and isinstance(batch, Mapping) and "attention_mask" not in batch:
-        raise ValueError(
-            f"examples of different lengths ('{min(names)}') were padded without an attention_mask, so how much "
-            "padding an example sees depends on the others. Use a collator that returns the attention_mask "
-            "(DataCollatorWithPadding does if the tokenizer's output has it), or pad all to one length "
-            "(padding='max_length')."
-        )
 
 
 def refuse_packed(batch: Any) -> None:

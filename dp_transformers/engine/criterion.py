@@ -1,4 +1,4 @@
-"""Losses whose backward pass clips per example."""
+"""The private criterion: a loss module with a backward pass that clips per example."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ REDUCTIONS = ("mean", "sum")
 
 
 class PrivateCriterion:
-    """The loss module that takes the place of the one given to ``make_private``. ``backward`` on its result clips per
-    example; under ``no_grad`` its result is an ordinary loss.
+    """Takes the place of the loss module given to ``make_private``. ``backward`` on its result clips per example.
+    Under ``no_grad`` its result is an ordinary loss.
 
-    Where the criterion gives losses of positions, "mean" is the mean over the examples of the mean over each one's own
-    positions, without those of ``ignore_index``: for a batch of one example what torch's criterion gives. torch
-    divides by the positions of the whole batch instead, so that each example would change the weight of the others.
-    Class weights multiply the losses, and divide nothing.
+    If the criterion has losses of positions, "mean" is the mean over the examples of the mean over each one's own
+    positions, without those of ``ignore_index``: for one example the loss of torch's criterion. torch divides by the
+    positions of the whole batch instead, so that each example would change the weight of the others. Class weights
+    multiply the losses, and divide nothing.
 
-    Attributes and methods are those of the given criterion, but for its reduction: what is set there, or here, holds
-    from the next loss on. What a loss itself changes is put back.
+    Attributes and methods are those of the given criterion, without its reduction: they may be set there or here, for
+    the next loss. A loss leaves them as they were.
 
     Args:
-        criterion: With the attribute ``reduction``.
-        step: The private step, to whose sums its losses are added.
+        criterion: A loss module with the attribute ``reduction``.
+        step: The private step, which adds its losses to the sums of the draw.
         loss_reduction: "mean" or "sum", as the criterion's.
     """
 
@@ -67,8 +67,8 @@ class PrivateCriterion:
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):
             raise AttributeError(
-                f"'{name}' of a private criterion cannot be set: its losses are those of examples, reduced as "
-                "make_private was told. Set the reduction before make_private, which returns another criterion."
+                f"'{name}' of a private criterion cannot be set. Set the reduction of the criterion before "
+                "make_private, which returns another one."
             )
         setattr(self._given, name, value)
 
@@ -83,39 +83,41 @@ class PrivateCriterion:
         )
 
     def _each(self, args: tuple, kwargs: dict) -> torch.Tensor:
-        """The losses without a reduction, by a copy of the criterion that goes with what is assigned to it."""
+        """Return the losses without a reduction, by a copy of the criterion."""
         criterion = copy.copy(self._given)
         criterion.reduction = "none"
         return criterion(*args, **kwargs)
 
     def _by_example(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-        """(B,) losses from those that the criterion gave."""
+        """Return (B,) losses from those of the criterion."""
+        if each.dim() == 1:
+            return each
         counted = self._counted(each, args, kwargs)
-        if each.dim() > 1 and not self._clipper.engine.batch_first:
+        if not self._clipper.engine.batch_first:
             each, counted = each.movedim(1, 0), counted.movedim(1, 0)
-        losses_b = each if each.dim() == 1 else each.flatten(1).sum(1)
-        if each.dim() > 1 and self.reduction == "mean":
-            warn_once(
-                logger,
-                type(self._given),
-                "%s gives losses of positions: those of an example are averaged by themselves, and then the examples. "
-                "torch's mean over all positions of a batch would let a long example weigh more than others.",
-                type(self._given).__name__,
-            )
-            losses_b = losses_b / counted.flatten(1).sum(1).clamp(min=1)
-        return losses_b
+        losses_b = each.flatten(1).sum(1)
+        if self.reduction == "sum":
+            return losses_b
+        warn_once(
+            logger,
+            type(self._given),
+            "%s gives losses of positions: those of an example are averaged by themselves, and then the examples. "
+            "torch's mean over all positions of a batch would let a long example weigh more than others.",
+            type(self._given).__name__,
+        )
+        return losses_b / counted.flatten(1).sum(1).clamp(min=1)
 
     def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._clipper.engine.state.again():
             return self._by_example(self._each(args, kwargs), args, kwargs)
 
     def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
-        """Raise ValueError if the loss of an example, or its gradient, is another one alone and unpadded, where rows
-        of this batch were compared."""
+        """If rows of this batch were compared, raise ValueError if the loss of an example, or its gradient, is another
+        one alone and unpadded."""
         given, (leaves, structure) = self._step.current_batch(), tree_flatten((args, kwargs))
         batch_first, size = self._clipper.engine.batch_first, len(losses_b)
         is_square = any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in leaves)
-        if not self._clipper.compares_rows or (is_square and not batch_first):  # nobody knows which come first
+        if not self._clipper.compares_rows or (is_square and not batch_first):  # the rows' dimension is not known
             return
         are_second = [
             isinstance(x, torch.Tensor) and is_batch_second(x, size, batch_first=batch_first) for x in leaves
@@ -134,7 +136,7 @@ class PrivateCriterion:
         expect_same_alone(losses_of, Rows(args, kwargs, size, sizes))
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Return True for each loss that counts in a mean: all but those of the criterion's ``ignore_index``."""
+        """Return True for each loss that counts in a mean: all without those of the criterion's ``ignore_index``."""
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
         ignored = getattr(self._given, "ignore_index", None)
         if ignored is None or not isinstance(target, torch.Tensor) or target.shape != each.shape:
@@ -149,7 +151,7 @@ class _ClippedBackward(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, losses: list[torch.Tensor], step: PrivateStep
     ) -> torch.Tensor:
-        # autograd does not see tensors that are in a list, so it does not go on to them by itself
+        # autograd does not see tensors in a list, and does not go back to them by itself
         ctx.losses, ctx.step = losses, step
         return loss.clone()
 
@@ -157,8 +159,8 @@ class _ClippedBackward(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None, None]:
         if not ctx.losses:
             raise ValueError(
-                "backward was called twice on one loss of the private criterion, which would add every example's "
-                "gradient twice. Call it once, and compute a new loss from the next batch of the loader."
+                "backward was called twice on one loss of the private criterion. Call it once, and compute a new loss "
+                "from the next batch of the loader."
             )
         ctx.step.clipper.engine.deferred_checks.expect(grad_outputs[0] == 1, _refuse_scaled_loss)
         with torch.enable_grad():
@@ -169,8 +171,8 @@ class _ClippedBackward(torch.autograd.Function):
 def _refuse_scaled_loss() -> None:
     raise ValueError(
         "the loss of a private criterion was scaled or combined with another before backward. Call backward on the "
-        "loss itself, without GradScaler and without dividing by accumulation steps. For other losses compute losses "
-        "of shape (B,) and call engine.backward(losses), without criterion."
+        "loss itself, without GradScaler and without dividing by accumulation steps, or compute losses of shape (B,) "
+        "and call engine.backward(losses), without criterion."
     )
 
 

@@ -1,4 +1,4 @@
-"""The private loader that make_private returns, and the draws that it takes its batches from."""
+"""The private loader that make_private returns, and the draws behind it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,9 @@ from ..runtime.randomness import SecretSeeds, seed_worker
 from ..step.step import PrivateStep
 
 _REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, and its seed may be known
-    "num_workers",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-)
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers", "pin_memory_device",
+)  # fmt: skip
 
 
 def draws_of(
@@ -38,20 +32,20 @@ def draws_of(
     secure: bool,
     copies: int,
 ) -> DataLoader:
-    """Return a DataLoader of draws from the data of ``loader``, loaded and collated as that does it.
+    """Return a DataLoader of draws from the data of ``loader``.
 
     Args:
-        loader: The DataLoader, whose data set, collate_fn, workers and pinning are kept.
-        sampling: The scheme that says which examples take part in a step.
+        loader: The DataLoader. Its data set, collate_fn, workers and pinning are kept.
+        sampling: The scheme that chooses the examples of a step.
         secret: The seed of the draws, the same on all ranks.
         seeds: The seeds of augmentation and random collators.
         max_physical_batch_size: The size of the largest batch that a draw is split into; None for no limit.
-        fill: Whether all batches have this size.
-        secure: Whether draws come from a cryptographic generator.
-        copies: How many indices may stand for one stored row.
+        fill: True to give all batches this size.
+        secure: True to draw from a cryptographic generator.
+        copies: The number of indices that may stand for one stored row.
 
     Raises:
-        ValueError: ``sampling`` is for other data or another batch size, or batches have no size to fill them up to.
+        ValueError: ``sampling`` is for other data or another batch size, or filled batches have no size.
     """
     if max_physical_batch_size is not None and max_physical_batch_size < 1:
         raise ValueError(
@@ -64,8 +58,8 @@ def draws_of(
     if fill and max_physical_batch_size is None and largest is None:
         raise ValueError(
             f"fill_physical_batches=True needs a size to fill batches up to, and draws of sampling "
-            f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a mechanism whose draws "
-            "have a largest size (TruncatedPoissonSampling, FixedOrderSampling)."
+            f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a sampling with a largest draw "
+            "(TruncatedPoissonSampling, FixedOrderSampling)."
         )
     size = max_physical_batch_size or largest or sampling.num_examples
     draws = LogicalBatches(
@@ -86,8 +80,8 @@ class PrivateLoader:
     Args:
         draws: The loader of the draws (:func:`draws_of`).
         step: The private step, which hands out their physical batches.
-        given: The DataLoader that was replaced.
-        max_physical_batch_size: The size of the largest physical batch, if there is a limit.
+        given: The DataLoader of ``make_private``.
+        max_physical_batch_size: The size of the largest physical batch; None for no limit.
 
     Attributes:
         sample_rate: q, the probability of each example to be in a draw.
@@ -104,22 +98,22 @@ class PrivateLoader:
         self.sample_rate, self.steps_per_epoch = sampling.sample_rate, self._sampler.steps_per_epoch
 
     def start_at(self, step: int) -> None:
-        """Let the next draw be for this step of the plan, counted from 0."""
+        """Make the next draw that of this step of the plan, counted from 0."""
         self._sampler.start_at(step)
 
     @property
     def batch_sampler(self) -> Any:
         raise AttributeError(
-            "the private loader has no batch_sampler for a BatchMemoryManager to split: leave that out and give "
-            "make_private max_physical_batch_size=, which splits large draws. The loop stays as it is."
+            "the private loader has no batch_sampler for a BatchMemoryManager to split: leave that out, and give "
+            "make_private max_physical_batch_size=, which splits large draws."
         )
 
     def __len__(self) -> int:
         batches_per_draw = cast(LogicalBatches, self._draws.dataset).batches_per_draw
         if self.max_physical_batch_size is not None and not batches_per_draw:
             raise TypeError(
-                "how many physical batches a pass has is random with max_physical_batch_size; loader.steps_per_epoch "
-                "is the number of optimizer steps."
+                "the number of physical batches of a pass is random with max_physical_batch_size; "
+                "loader.steps_per_epoch is the number of optimizer steps."
             )
         return self.steps_per_epoch * max(1, batches_per_draw)
 
@@ -130,7 +124,7 @@ class PrivateLoader:
 
 
 def sampling_of(loader: DataLoader) -> PoissonSampling:
-    """Return Poisson draws of the loader's batch size on average. The loader was checked (:func:`check_loader`)."""
+    """Return Poisson sampling with the loader's batch size on average. :func:`check_loader` must have passed."""
     assert isinstance(loader.dataset, Sized) and loader.batch_size is not None
     return PoissonSampling(len(loader.dataset), loader.batch_size)
 
@@ -138,35 +132,32 @@ def sampling_of(loader: DataLoader) -> PoissonSampling:
 def require_same_data(loader: DataLoader, sampling: Sampling) -> None:
     """Raise ValueError unless ``sampling`` is of the loader's data, and of about its batch size."""
     given = sampling_of(loader)
-    off = abs(sampling.expected_batch_size - given.expected_batch_size)  # which may be no whole number
+    off = abs(sampling.expected_batch_size - given.expected_batch_size)  # the former may be no whole number
     if sampling.num_examples != given.num_examples or off >= 1:
         raise ValueError(
             f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
             f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "
-            f"batch_size={loader.batch_size}: epsilon is computed for those numbers. Build both for the same "
-            f"data, and give the DataLoader batch_size={round(sampling.expected_batch_size)}."
+            f"batch_size={loader.batch_size}. Build both for the same data, and give the DataLoader "
+            f"batch_size={round(sampling.expected_batch_size)}."
         )
 
 
 def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:
-    """Raise ValueError for a loader whose data cannot be drawn from by Poisson sampling, do not fit ``delta``, or have
-    a stored row more than ``max_examples_per_person`` times."""
+    """Raise ValueError for a loader with data that Poisson sampling cannot draw from, that do not fit ``delta``, or
+    that have a stored row more than ``max_examples_per_person`` times."""
     if isinstance(loader, PrivateLoader):
         raise ValueError(
-            "data_loader is the private loader of an earlier make_private: hand over the DataLoader that you made at "
-            "first."
+            "data_loader is the private loader of an earlier make_private: hand over your own DataLoader."
         )
     if not isinstance(loader, DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
     if loader.batch_size is None:
         raise ValueError(
-            "data_loader has no batch_size (batch_sampler= or batch_size=None), which is the expected size of a draw: "
-            "give it one. (With accelerate call make_private before accelerator.prepare.)"
+            "data_loader has no batch_size (batch_sampler= or batch_size=None): give it one, the expected size of a "
+            "draw. With accelerate call make_private before accelerator.prepare."
         )
-    sampler = getattr(loader, "sampler", None)
-    if sampler is not None and not isinstance(
-        sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)
-    ):
+    sampler = loader.sampler
+    if not isinstance(sampler, (RandomSampler, SequentialSampler, torch.utils.data.DistributedSampler)):
         raise ValueError(
             f"data_loader has a {type(sampler).__name__}: private training draws every example with the same "
             "probability. Build the DataLoader without sampler=; for a part of a data set give it "

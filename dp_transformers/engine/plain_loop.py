@@ -1,4 +1,4 @@
-"""The loop that ``make_private`` is given: what of it is refused, and how it becomes a private one."""
+"""The loop given to ``make_private``: it is checked, and made a private one."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class LoopOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """The model, optimizer, data and loss of a loop, and how its examples are to be clipped.
+    """The model, optimizer, data and loss of a loop, and the options of clipping.
 
-    :meth:`.PrivacyEngine.make_private` says what the arguments mean.
+    The arguments are those of :meth:`.PrivacyEngine.make_private`.
     """
 
     module: nn.Module
@@ -72,7 +72,7 @@ class PlainLoop:
 
     @property
     def sampling(self) -> PoissonSampling:
-        """The draws that take the place of the loader's batches."""
+        """Poisson draws in the place of the loader's batches."""
         return sampling_of(self.data_loader)
 
     @property
@@ -83,14 +83,14 @@ class PlainLoop:
 
     @property
     def described(self) -> tuple[str, float | None, float]:
-        """The options that a mechanism has, too: the clipping function, the bound and the noise of losses."""
+        """The options that belong to a mechanism: the clipping function, the bound and the noise of losses."""
         return self.clipping, self.loss_bound, self.loss_noise_factor
 
     def mechanism(
         self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None
     ) -> Mechanism:
         """Return the mechanism that clips the examples of this loop to one bound and adds independent noise, also to
-        their losses where those are asked for."""
+        their losses if ``loss_bound`` is given."""
         releases: tuple[Release, ...] = ()
         if self.loss_bound is not None:
             sigma = self.loss_noise_factor * noise_multiplier
@@ -105,13 +105,13 @@ class PlainLoop:
         )
 
     def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
-        """Raise ValueError for what no mechanism could train privately, or not at ``delta``, or not with ``unit``.
-        Nothing is changed."""
+        """Raise ValueError for a loop that no mechanism could train privately, or not at ``delta``, or not with
+        ``unit``. Nothing is changed."""
         if not self.poisson_sampling:
             raise ValueError(
-                "poisson_sampling=False is not supported: epsilon is computed for Poisson sampling and would be too "
-                "small. Leave it True, or give mechanism= with RandomAllocationSampling, which takes every example in "
-                "one random step of every pass."
+                "poisson_sampling=False is not supported, since epsilon is computed for Poisson sampling. Leave it "
+                "True, or give mechanism= with RandomAllocationSampling, which takes every example in one random step "
+                "of every pass."
             )
         require_clipping_function(self.clipping)
         if self.loss_reduction not in (*REDUCTIONS, "none"):
@@ -123,22 +123,22 @@ class PlainLoop:
         check_loader(self.data_loader, max_examples_per_person=unit.max_examples_per_person, delta=delta)
         if not hasattr(self.optimizer, "_optimizer_step_pre_hooks"):  # one that wraps another may have its own
             raise ValueError(
-                f"optimizer is a {type(self.optimizer).__name__} around another one, and its steps cannot be seen. "
-                "Hand over the one inside: with accelerate call make_private before accelerator.prepare."
+                f"optimizer is a {type(self.optimizer).__name__} around another one. Hand over the one inside: with "
+                "accelerate call make_private before accelerator.prepare."
             )
         validate_optimizer(self.optimizer, self.module)
 
     def attach(
         self, run: PrivateRun, *, secure: bool, announce: Callable[[str], None]
     ) -> tuple[PrivateLoop, PrivateCriterion | None]:
-        """Hook the model and the optimizer, and begin ``run``. Where something is refused, nothing stays attached.
+        """Hook the model and the optimizer, and begin ``run``. If something is refused, nothing stays attached.
 
         Args:
-            secure: Draw examples and noise from a cryptographic generator.
-            announce: It is called with a sentence when the self-check has passed.
+            secure: True to draw examples and noise from a cryptographic generator.
+            announce: A function of a sentence, called when the self-check has passed.
 
         Returns:
-            The private loop, and the criterion that takes the place of the one that was given.
+            The private loop, and the private criterion if a criterion was given.
         """
         module, mechanism = self.module, run.mechanism
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)

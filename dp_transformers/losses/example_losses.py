@@ -22,8 +22,8 @@ from .heads import (
 
 
 def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
-    """Return whether a loss is declared as ``f(model, inputs)``, and not as ``f(outputs, labels)``: it then calls the
-    model itself, and batches need no labels. The name of its first parameter tells."""
+    """Return True for a loss ``f(model, inputs)``, by the name of its first parameter. It calls the model itself, and
+    batches need no labels. Any other loss is ``f(outputs, labels)``."""
     try:
         names = list(inspect.signature(loss).parameters)
     except ValueError:  # some functions that are written in C
@@ -32,18 +32,18 @@ def runs_the_model(loss: Callable[..., torch.Tensor]) -> bool:
 
 
 def find_example_losses(model: nn.Module, label_smoothing: float = 0.0) -> Callable[[Mapping[str, Any]], torch.Tensor]:
-    """Return a function that runs ``model`` on a batch, and gives the (B,) losses of its examples.
+    """Return a function that runs ``model`` on a batch, and returns the (B,) losses of its examples.
 
-    It takes the place of ``model(**batch).loss`` in a loop with [`PrivacyEngine`]. That is a mean over all tokens of
-    the batch for most heads, so how much an example weighs would depend on the others. The mean of these losses is a
-    mean over rows, which the engine assumes. On a batch of one they are the model's own loss.
+    It takes the place of ``model(**batch).loss`` in a loop with [`PrivacyEngine`]. For most heads that is a mean over
+    all tokens of the batch, so the weight of an example would depend on the others. The mean of these losses is a mean
+    over rows, as the engine assumes. On a batch of one they are the model's own loss.
 
     Args:
         model: A model of transformers, or one of peft around it. Batches are moved to its device.
         label_smoothing: As ``TrainingArguments.label_smoothing_factor``, applied within each example.
 
     Raises:
-        ValueError: a head whose losses are not known; the message says what to do instead.
+        ValueError: the losses of the head are not known; the message says what to do instead.
 
     Example::
 
@@ -72,10 +72,10 @@ class ExampleLosses:
     """Runs a model on batches, and takes the loss of each example.
 
     Args:
-        loss: Returns (B,) losses, from the model's outputs and the labels, which are kept out of the model; or from
-            the model and the batch, where it is declared with the parameters ``model`` and ``inputs``.
-        label_names: The columns of a batch that hold labels, for a loss that is given labels.
-        predicts_next: Labels are predicted by the position before, so those that padding would predict are left out.
+        loss: A function of the model's outputs and the labels, which are kept out of the model; or of the model and
+            the batch, if its parameters are called ``model`` and ``inputs``. It returns (B,) losses.
+        label_names: The columns of a batch that hold labels, for a loss of outputs and labels.
+        predicts_next: True if the position before predicts a label. Labels that padding would predict are left out.
     """
 
     def __init__(self, loss: PerExampleLoss, label_names: Sequence[str], *, predicts_next: bool = False):
@@ -83,7 +83,7 @@ class ExampleLosses:
         self._runs_the_model = runs_the_model(loss)
 
     def __call__(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """Return the (B,) losses, and the model's outputs; without outputs where the loss has called the model."""
+        """Return the (B,) losses and the model's outputs; no outputs (``{}``) if the loss calls the model."""
         loss: Callable[..., torch.Tensor] = self.loss
         if self._runs_the_model:
             losses, outputs = loss(model, dict(inputs)), {}
@@ -93,25 +93,22 @@ class ExampleLosses:
         if losses.dim() != 1:
             raise ValueError(
                 f"the per-example loss has shape {tuple(losses.shape)}; it must be (B,), one loss for each example "
-                "(reduction='none'), averaged within the example where it has several."
+                "(reduction='none'), averaged within the example if it has several."
             )
         return losses, outputs
 
     def evaluated(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, Any]:
-        """Return the (B,) losses, and what the first call of the model returned, in a form in which Trainer finds the
-        predictions: a dictionary, or a tuple with something in the place of the loss. It is empty where the loss calls
-        nothing but parts of the model."""
+        """Return the (B,) losses, and the outputs of the first call of the model in a form in which Trainer finds the
+        predictions: a dictionary, or a tuple with None in the place of the loss. It is empty if the loss calls only
+        parts of the model."""
         kept: list[Any] = []
 
         def keep(module: nn.Module, args: tuple, output: Any) -> None:
             if not kept:
                 kept.append(output)
 
-        handle = model.register_forward_hook(keep)
-        try:
+        with model.register_forward_hook(keep):
             losses = self(model, inputs)[0]
-        finally:
-            handle.remove()
         outputs = kept[0] if kept else {}
         if isinstance(outputs, torch.Tensor):
             outputs = (outputs,)

@@ -44,38 +44,20 @@ _OF_CLASSES = ("sequence_classification", "image_classification", "audio_classif
 # Heads in these mappings with another loss (every forward of transformers 5.23 was read for this list).
 _OTHER_CONVENTIONS = {
     # causal, but the labels are not shifted
-    "BartForCausalLM",
-    "BigBirdPegasusForCausalLM",
-    "BlenderbotForCausalLM",
-    "BlenderbotSmallForCausalLM",
-    "CpmAntForCausalLM",
-    "MBartForCausalLM",
-    "MarianForCausalLM",
-    "MvpForCausalLM",
-    "PLBartForCausalLM",
-    "PegasusForCausalLM",
-    "TrOCRForCausalLM",
-    "WhisperForCausalLM",
-    "XLNetLMHeadModel",
+    "BartForCausalLM", "BigBirdPegasusForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM",
+    "CpmAntForCausalLM", "MBartForCausalLM", "MarianForCausalLM", "MvpForCausalLM", "PLBartForCausalLM",
+    "PegasusForCausalLM", "TrOCRForCausalLM", "WhisperForCausalLM", "XLNetLMHeadModel",
     # several streams or codebooks of predictions, image tokens before the text, an adaptive softmax, scores of a
     # prompt's "Yes"
-    "ProphetNetForCausalLM",
-    "ProphetNetForConditionalGeneration",
-    "MusicgenForCausalLM",
-    "MusicgenMelodyForCausalLM",
-    "GitForCausalLM",
-    "XLMWithLMHeadModel",
-    "FlaubertWithLMHeadModel",
+    "ProphetNetForCausalLM", "ProphetNetForConditionalGeneration", "MusicgenForCausalLM",
+    "MusicgenMelodyForCausalLM", "GitForCausalLM", "XLMWithLMHeadModel", "FlaubertWithLMHeadModel",
     "ShieldGemma2ForImageClassification",
     # the loss leaves out tokens by another input
-    "BioGptForTokenClassification",
-    "BrosForTokenClassification",
-    "MraForTokenClassification",
-    "XLMRobertaXLForTokenClassification",
-    "YosoForTokenClassification",
+    "BioGptForTokenClassification", "BrosForTokenClassification", "MraForTokenClassification",
+    "XLMRobertaXLForTokenClassification", "YosoForTokenClassification",
     # the labels change more than the decoder's input_ids
-    *("EncoderDecoderModel", "SpeechEncoderDecoderModel", "FSMTForConditionalGeneration"),
-}
+    "EncoderDecoderModel", "SpeechEncoderDecoderModel", "FSMTForConditionalGeneration",
+}  # fmt: skip
 
 
 def sequence_classification_loss(
@@ -88,12 +70,8 @@ def sequence_classification_loss(
     single-label, float labels multi-label classification.
     """
     if problem_type is None:
-        if logits.shape[-1] == 1:
-            problem_type = "regression"
-        else:
-            problem_type = (
-                "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
-            )
+        of_classes = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        problem_type = "regression" if logits.shape[-1] == 1 else of_classes
     if problem_type == "single_label_classification":
         return _cross_entropy(logits, labels.flatten(), label_smoothing)
     if problem_type not in ("multi_label_classification", "regression"):
@@ -121,12 +99,6 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor, *, label_smoothing: f
         labels: (B, T). The logits at t predict the label at t, as in masked language models, token classification, and
             encoder-decoders (with shifted decoder inputs).
     """
-    if logits.dim() != 3 or logits.shape[:2] != labels.shape:
-        raise ValueError(
-            f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(labels.shape)}: (B, T, V) "
-            "and (B, T) expected, one label for each position. Let the collator make labels as long as what the model "
-            "predicts, with -100 where there is none."
-        )
     losses_bt = _cross_entropy(logits, labels, label_smoothing)
     return losses_bt.sum(1) / (labels != IGNORE_INDEX).sum(1).clamp(min=1).to(logits.device)
 
@@ -181,9 +153,9 @@ def question_answering_loss(
     """Return the (B,) mean of the cross-entropies of the start and the end of the answer.
 
     Args:
-        start_logits, end_logits: (B, T), scores of each position. labels: (start_positions, end_positions), (B,) each.
-        As in transformers, a position past the end is ignored (the
-            answer was truncated), and a negative one is position 0.
+        start_logits, end_logits: (B, T), scores of each position.
+        labels: (start_positions, end_positions), (B,) each. As in transformers, a position past the end is ignored
+            (the answer was truncated), and a negative one is position 0.
     """
     if not isinstance(labels, tuple) or len(labels) != 2:
         raise ValueError(
@@ -213,8 +185,8 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
     if kind is None:
         raise ValueError(
             f"no per-example loss is known for the head {type(base).__name__}. Pass per_example_loss_func=f to "
-            "DPTrainer, with f(outputs, labels) -> tensor of shape (B,), each entry computed from its own example "
-            "alone (reduction='none', averaged inside the example only)."
+            "DPTrainer, with f(outputs, labels) -> (B,), each entry computed from its own example alone "
+            "(reduction='none', averaged inside the example only)."
         )
     _refuse_losses_over_the_batch(base)
     if kind == "question_answering":
@@ -307,23 +279,6 @@ def refuse_missing_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -
         )
 
 
-def refuse_targets_padded_on_the_left(model: nn.Module, batch: Any, label_names: list[str]) -> None:
-    """Raise ValueError if labels that decoder inputs are made from are padded on the left, where nothing masks the
-    padding."""
-    labels = batch.get(label_names[0]) if label_names and "decoder_attention_mask" not in batch else None
-    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.shape[1] == 0:
-        return
-    if not bool(((labels[:, 0] == IGNORE_INDEX) & (labels[:, -1] != IGNORE_INDEX)).any()):
-        return
-    made = decoder_inputs(model, labels).get("decoder_input_ids")
-    if made is not None and torch.equal(batch.get("decoder_input_ids", made), made):
-        raise ValueError(
-            "targets were padded on the left, so how much padding the decoder sees before an example's own depends on "
-            "the others. Pad labels on the right (padding_side='right' of the tokenizer), or give decoder_input_ids "
-            "and a decoder_attention_mask."
-        )
-
-
 def _virtual_tokens(model: nn.Module) -> int:
     """Return the number of positions that prompt learning (peft) puts before the text, which have no labels."""
     config: Any = getattr(model, "active_peft_config", None)
@@ -404,8 +359,8 @@ def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smoothing:
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} do not go with labels of shape {tuple(targets.shape)}: "
-            f"{tuple(logits.shape[:-1])} expected, one class for each example (or position). Correct the label "
-            "column, or config.problem_type."
+            f"{tuple(logits.shape[:-1])} expected, one class for each example (or position, -100 if it has none). "
+            "Correct the collator, the label column, or config.problem_type."
         )
     if targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(
@@ -448,9 +403,8 @@ class _TokenCrossEntropy(torch.autograd.Function):
         for rows in _chunks(counted_k, logits_nv):
             x_kv = logits_nv.index_select(0, rows).to(losses_n.dtype)
             logsumexp_n[rows] = x_kv.logsumexp(1)
-            losses_n[rows] = logsumexp_n[rows] - (1 - label_smoothing) * x_kv.gather(1, targets_n[rows, None]).squeeze(
-                1
-            )
+            target_k = x_kv.gather(1, targets_n[rows, None]).squeeze(1)
+            losses_n[rows] = logsumexp_n[rows] - (1 - label_smoothing) * target_k
             if label_smoothing:
                 losses_n[rows] -= label_smoothing * x_kv.mean(1)
         ctx.save_for_backward(logits, targets, counted_k, logsumexp_n)

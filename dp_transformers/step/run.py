@@ -1,4 +1,4 @@
-"""One private training: its mechanism, what it has spent and may still spend, and its ledger.
+"""One private training: its mechanism, the privacy that it has spent and may still spend, and its ledger.
 
 DPTrainer and PrivacyEngine each hold one :class:`PrivateRun`; nothing else counts steps, and nothing is released
 without a call of :meth:`PrivateRun.spend_step`.
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PrivacySpent:
     """The privacy that a training has spent so far: (epsilon, delta)-differential privacy for one row of the training
-    data, which is added or removed, or what else ``neighboring_relation`` says.
+    data, which is added or removed, or changed as ``neighboring_relation`` says.
 
     Attributes:
-        epsilon: Infinite where the run is not private.
-        mechanism: What every step released.
-        private: Whether there is a guarantee at all; ``not_private_because`` says why not.
-        verified: Whether clipping was compared with one example at a time before the first step (``self_check``).
+        epsilon: Infinite if the run is not private.
+        mechanism: The mechanism of every step.
+        private: False if there is no guarantee, for the reasons in ``not_private_because``.
+        verified: True if clipping was compared with one example at a time before the first step (``self_check``).
         epsilon_per_person: ε at the same delta for all rows of one person.
 
     Example::
@@ -98,7 +98,7 @@ class PrivacySpent:
         return self.mechanism.unit.max_examples_per_person
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which knows no infinity: an infinite ε is None."""
+        """Return the fields for JSON. An infinite ε is None there."""
         values = {name: getattr(self, name) for name in _REPORTED}
         values = {name: None if value == math.inf else value for name, value in values.items()}
         return {**values, "not_private_because": [*self.not_private_because], "mechanism": self.mechanism.to_dict()}
@@ -117,12 +117,12 @@ class PrivateRun:
     Args:
         state: The mechanism and the budget.
         accountant: "pld" or "rdp".
-        ledger: Records every step before its noise exists; None where none was asked for.
-        dp_seed: The fixed seed of draws and noise, if there is one: the run is then not private.
-        verified: Whether the self-check is switched on. It becomes False when steps without it are taken or taken
-            over.
-        about: Says what else the ledger is to hold of this run (data, model, software) whenever it begins or goes on;
-            called on rank 0.
+        ledger: The record of every step before its noise exists; None for no record.
+        dp_seed: A fixed seed of draws and noise. The run is then not private.
+        verified: True if the self-check is switched on. It becomes False when a step without it is taken, or resumed
+            from.
+        about: Returns further facts for the ledger (data, model, software). It is called on rank 0 whenever the run
+            begins or goes on.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class PrivateRun:
         if why := self.mechanism.unsupported(accountant):
             raise ValueError(f"{why} Choose another accountant.")
         self.steps_left: float = math.inf
-        self._moved: AdaptiveClipping | None = None  # the clipping function now, where it follows what is released
-        self.unfinished = 0  # draws that the loop was given and did not step; epsilon counts them too
+        self._moved: AdaptiveClipping | None = None  # the clipping function now, if it follows released numbers
+        self.unfinished = 0  # draws that the loop got and did not step; epsilon counts them too
         # steps of each run, by its id, for each noise source
         self._segments: dict[str, list[Counter[StepParameters]]] = {}
         self.dp_seed = dp_seed
@@ -172,7 +172,7 @@ class PrivateRun:
         return tuple(dict.fromkeys([*self._reasons, *silent]))
 
     def epsilon(self, delta: float) -> float:
-        """ε at ``delta`` of every step taken so far, and of a draw that was shown and not stepped."""
+        """Return ε at ``delta`` of every step taken so far, and of a draw that the loop got and did not step."""
         if self.not_private_because:
             return math.inf if self.steps else 0.0
         return self.mechanism.epsilon(delta, accountant=self.accountant, executed=self._with_unfinished())
@@ -186,7 +186,7 @@ class PrivateRun:
         return [segment for segment in (*others, *earlier, last + shown) if segment]
 
     def spent(self, delta: float | None = None) -> PrivacySpent:
-        """Return what was spent at ``delta`` (default: the delta of the run)."""
+        """Return the privacy that was spent at ``delta`` (default: the delta of the run)."""
         delta = self._target_delta() if delta is None else delta
         epsilon, rows = self.epsilon(delta), self.mechanism.unit.max_examples_per_person
         person = epsilon
@@ -209,46 +209,43 @@ class PrivateRun:
 
     def _target_delta(self) -> float:
         if self.state.delta is None:
-            raise ValueError(
-                "privacy_spent needs a delta: give the one that your guarantee is stated for (1e-6 is common, below "
-                "1/N)."
-            )
+            raise ValueError("privacy_spent needs a delta: give that of your guarantee (1e-6 is common, below 1/N).")
         return self.state.delta
 
     def spent_in_words(self) -> str:
-        """Say the ε that the target is compared with: of one row, or of all rows of one person where a person may have
-        several."""
+        """Say the ε that the target is compared with: of one row, or of all rows of one person."""
         k = self.mechanism.unit.max_examples_per_person
-        whose = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
-        return f"epsilon{whose} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
+        rows = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
+        return f"epsilon{rows} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
 
-    # ---- what clips ----
+    # ---- the clipping function ----
 
     def clipping_at(self, step: int) -> ClippingFunction:
-        """The clipping function of a step, counted from 0, the last one that was taken and the next."""
+        """Return the clipping function of a step, counted from 0: of the last one that was taken, or the next."""
         return self.mechanism.clipping.at(step) if self._moved is None else self._moved
 
     def move(self, clipping: AdaptiveClipping) -> None:
-        """Let ``clipping``, which follows from what a step released, be the function of the steps after it."""
+        """Set the clipping function of the steps that follow."""
         self._moved = clipping
 
     # ---- counting ----
 
     def agree(self, **others: Any) -> None:
-        """Let all ranks have rank 0's state, which must be their own: one sum is released by all of them.
+        """Give all ranks the state of rank 0, with its run id. Their settings must be the same, since they release one
+        sum together.
 
         Args:
-            others: What else must be the same, by name.
+            others: Further settings that must be the same, by name.
 
         Raises:
-            ValueError: ranks have other mechanisms, budgets, accountants, checks or seeds.
+            ValueError: ranks have different mechanisms, budgets, accountants, checks or seeds.
         """
         own = {"accountant": self.accountant, "dp_seed": self.dp_seed, "self_check": self.verified}
         distributed.require_same({**self.state.settings(), **own, **others})
         self.state = distributed.call_on_rank_zero(lambda: self.state)
 
     def begin(self) -> None:
-        """Record in the ledger that this run starts or goes on with a new noise source, and what is known of it."""
+        """Record in the ledger that this run starts or goes on with a new noise source."""
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if (ledger := self.ledger) is not None:
             distributed.call_on_rank_zero(lambda: self._record_beginning(ledger))
@@ -257,9 +254,9 @@ class PrivateRun:
         require_intact(ledger)
         if earlier := ledger.other_steps(self.state.run_id):
             logger.warning(
-                "%s also holds %d steps of earlier runs, which epsilon does not count: it is that of this training. "
-                "If this model starts from theirs, or several models trained on the same data are released, what they "
-                "spent adds up. If nothing of those runs was kept, they cost nothing.",
+                "%s also holds %d steps of earlier runs, which the epsilon of this training does not count. If this "
+                "model starts from theirs, or several models trained on the same data are released, what they spent "
+                "adds up. If nothing of those runs was kept, they cost nothing.",
                 ledger.path, earlier,
             )  # fmt: skip
         about = self._about()
@@ -273,8 +270,7 @@ class PrivateRun:
         ledger.begin(self.state.to_dict(), {**about, **self.facts()})
 
     def facts(self) -> dict[str, Any]:
-        """Return what the ledger and checkpoints hold of this run besides its state. It goes with the run when that is
-        resumed."""
+        """Return the facts that the ledger and checkpoints hold of this run besides its state, for :meth:`resume`."""
         bound = {} if self._moved is None else {"max_grad_norm": self._moved.max_grad_norm}
         return {
             "private": not self.not_private_because,
@@ -293,12 +289,12 @@ class PrivateRun:
     ) -> None:
         """Go on with the run of ``state``, and count every step that was ever executed in it and is not counted yet.
 
-        The report of the run covers them from now on: why they were not private, that they were not verified, and the
-        largest number of rows that a person was said to have.
+        From now on the run takes over the reasons why they were not private, that they were not verified, and the
+        largest ``max_examples_per_person``.
 
         Args:
-            at_least: Steps that it is known to have executed, in one counter for each noise source.
-            is_own: This object took and counted all of them. Without a ledger nothing else tells.
+            at_least: Steps that the run has surely executed, in one counter for each noise source.
+            is_own: True if this object took and counted all of them, which matters without a ledger.
             facts: The content of the checkpoint, with its state and :meth:`facts`.
 
         Raises:
@@ -317,8 +313,7 @@ class PrivateRun:
                 raise PrivacyStateError(
                     f"the ledger '{self.ledger.path}' holds {executed} steps of this run, which has executed {known} "
                     "at least: lines are missing, so what was spent is not known. Restore the file from a backup, or "
-                    "make a new DPTrainer or PrivacyEngine and train the original model without this checkpoint. If "
-                    "anything of this run is kept, its steps still count."
+                    "make a new DPTrainer or PrivacyEngine and train the original model without this checkpoint."
                 )
             own[:] = [state.mechanism.known(segment, executed) for segment in recorded if segment]
             earlier += beginnings
@@ -332,8 +327,8 @@ class PrivateRun:
             self._moved = replace(clipping, max_grad_norm=facts["max_grad_norm"])
 
     def plan(self, limit: int, first_step: int = 0) -> None:
-        """Set how many more steps the budget allows, ``limit`` at most where there is a target ε, from ``first_step``
-        on."""
+        """Set the number of steps from ``first_step`` on that the budget allows. It is at most ``limit`` if there is a
+        target ε."""
         state = self.state
         if state.target_epsilon is None or self.mechanism.is_silent:
             return
@@ -347,8 +342,8 @@ class PrivateRun:
         )
 
     def spend_step(self, step: int) -> StepParameters:
-        """Record and count one step, number ``step`` of the plan from 0 on. Only after this, and on every rank, may
-        its noise be drawn.
+        """Record and count step number ``step`` of the plan, from 0 on. Every rank calls this before its noise is
+        drawn.
 
         Returns:
             The parameters that the step must use.
@@ -361,7 +356,7 @@ class PrivateRun:
             raise RuntimeError(
                 f"the privacy budget is spent: {self.spent_in_words()}, and one more would exceed "
                 f"target_epsilon={self.state.target_epsilon:g}. This step did not change the model: stop the loop "
-                "here (in DPTrainer let no callback undo should_training_stop). To train on, start a new run with a "
+                "here (in DPTrainer let no callback undo should_training_stop), or start a new run with a "
                 "target_epsilon of its own; what both spend adds up."
             )
         parameters = self.mechanism.at(step)._replace(max_grad_norm=self.clipping_at(step).sensitivity)
@@ -376,8 +371,8 @@ class PrivateRun:
 
 
 def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, Any]]) -> None:
-    """Raise PrivacyStateError if the ledger says of a run's steps that they released other sums, since their lines
-    say of gradients alone what noise they had."""
+    """Raise PrivacyStateError if the ledger and the mechanism differ in the sums that steps release besides gradients.
+    The lines of steps hold the noise of gradients only."""
     now = mechanism.to_dict()["releases"]
     for line in beginnings:
         if (before := line.get("mechanism", {}).get("releases", [])) != now:
@@ -388,17 +383,16 @@ def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, An
 
 
 def _rows(facts: Mapping[str, Any]) -> int:
-    """The rows of one person by a checkpoint or a line of the ledger; version 1 says nothing of them."""
+    """Return the rows of one person by a checkpoint or a line of the ledger; 1 for version 1, which has no number."""
     return facts.get("mechanism", {}).get("unit", {}).get("max_examples_per_person", 1)
 
 
 def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
-    """Return the state with ``rows`` rows of one person at least."""
+    """Return the state with at least ``rows`` rows of one person."""
     if rows <= (now := state.mechanism.unit.max_examples_per_person):
         return state
     logger.warning(
-        "max_examples_per_person is %d now, but this run was begun with %d, which stays: what was said to be "
-        "protected is reported until it ends.",
+        "max_examples_per_person is %d now, but this run was begun with %d, which stays until it ends.",
         now, rows,
     )  # fmt: skip
     return replace(state, mechanism=replace(state.mechanism, unit=PrivacyUnit(rows)))

@@ -18,7 +18,7 @@ each step of both loops.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -31,7 +31,6 @@ from ..clipping.errors import SelfCheckError
 from ..clipping.loss_graph import BatchLoss
 from ..data.draws import LogicalBatch, LogicalBatches, PhysicalBatch
 from ..data.refused import refuse_mixed
-from ..losses.heads import refuse_targets_padded_on_the_left
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
 from ..noise.add_noise import add_noise_and_divide
 from ..noise.generators import Dither, ShardedNoise
@@ -59,7 +58,6 @@ class PrivateStep:
             may need more.
         own_optimizer: The optimizer that releases when it steps (PrivacyEngine); None if the release comes before any
             optimizer steps (DPTrainer).
-        label_names: The names of the model's labels.
         reduce_every_batch: True to reduce-scatter sums of parameters that FSDP2 shards after every physical batch.
             Otherwise whole sums are kept until the last batch of a draw.
 
@@ -81,7 +79,6 @@ class PrivateStep:
         announce: Callable[[str], None],
         at_least: int = 0,
         own_optimizer: torch.optim.Optimizer | None = None,
-        label_names: Sequence[str] = ("labels",),
         reduce_every_batch: bool = True,
     ):
         self.clipper, self.run, self._seeds, self._data = clipper, run, seeds, data
@@ -99,7 +96,7 @@ class PrivateStep:
         self.loss: torch.Tensor | None = None
         self._trained, self._validated = {id(p) for p in clipper.parameters}, own_optimizer
         self._released = 0  # how many steps the noise source has served
-        self._announce, self._label_names = announce, list(label_names)
+        self._announce = announce
         self._lengths_that_came, self._is_chosen_length = set[int](), False  # of rows that were padded before
         self._at_least, self._own_optimizer = max(at_least, data.batches_per_draw), own_optimizer
         self._reduce_every_batch, self._place = reduce_every_batch, distributed.place()
@@ -211,8 +208,6 @@ class PrivateStep:
         if given is None:
             return
         clipper.require_same_parameters()  # before a check meets what was changed
-        if clipper.self_check:
-            refuse_targets_padded_on_the_left(clipper.model, kwargs, self._label_names)
         secret = self._seeds.number(f"row of draw {given.draw}")
         compare = partial(clipper.compare, args, kwargs, loss_function, secret=secret)
         try:

@@ -290,7 +290,7 @@ class DPTrainerMixin(Base):
         reshard(self.model)  # evaluation leaves some whole, and an optimizer of those would train nothing
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
-        self._private.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled, label_names=self.label_names)
+        self._private.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled)
         self._private.step.clipper.watch("loss", self._example_losses.loss)
         return prepared
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -295,7 +295,7 @@ class TrainerRun:
             worker_init_fn=seed_worker,
         )
 
-    def attach(self, model: nn.Module, *, is_fsdp_enabled: bool, label_names: Sequence[str]) -> None:
+    def attach(self, model: nn.Module, *, is_fsdp_enabled: bool) -> None:
         """Attach the clipper to the model, make the private step, and say what is about to be trained.
 
         Raises:
@@ -319,7 +319,6 @@ class TrainerRun:
             self._draws,
             secure=self.secure,
             announce=self._say,
-            label_names=label_names,
             reduce_every_batch=(args.accelerator_config.gradient_accumulation_kwargs or {}).get(
                 "sync_each_batch", True
             ),

@@ -221,10 +221,10 @@ class Oracle:
 
 
 HOW_TO_PAD = (
-    "Pad on the other side (padding_side of the tokenizer), or all examples to one length (padding='max_length'), pad "
-    "targets with what the loss ignores (-100, the label_pad_token_id of collators), give a model with learned "
-    "positions position_ids counted from the mask, pack the input of a recurrent model (pack_padded_sequence), or "
-    "leave padding out in a loss of your own."
+    "Return an attention_mask, pad on the other side (padding_side of the tokenizer), or all examples to one length "
+    "(padding='max_length'), pad targets with what the loss ignores (-100, the label_pad_token_id of collators), give "
+    "a model with learned positions position_ids counted from the mask, pack the input of a recurrent model "
+    "(pack_padded_sequence), or leave padding out in a loss of your own."
 )
 
 
