@@ -1,7 +1,7 @@
-"""The privacy state in every checkpoint (``privacy_state.json``), and which checkpoints are whole.
+"""The privacy state in every checkpoint (``privacy_state.json``).
 
-It says which run the weights belong to and with which mechanism they were trained; no secret is in it. It is written
-last and lists the other files of the checkpoint with their sizes: a checkpoint without it, or without one of them, is
+It names the run of the weights and the mechanism that they were trained with; no secret is in it. It is written last
+and lists the other files of the checkpoint with their sizes: a checkpoint without it, or without one of them, is
 half-written (or half-deleted) and is never loaded.
 """
 
@@ -65,11 +65,11 @@ class PrivacyState:
         return secrets.token_hex(8)
 
     def save(self, folder: str | os.PathLike, ledger_steps: int, facts: Mapping[str, Any] | None = None) -> None:
-        """Declare a checkpoint complete: flush its files to disk, then write this state with the steps that the ledger
-        held for this run.
+        """Declare a checkpoint complete: flush its files to disk, then write this state with the number of steps that
+        the ledger held of this run.
 
         Args:
-            facts: What else is known of those steps (:meth:`dp_transformers.step.run.PrivateRun.facts`).
+            facts: Further facts of those steps (:meth:`dp_transformers.step.run.PrivateRun.facts`).
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ class PrivacyState:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> tuple[PrivacyState, int]:
-        """Return the state in a checkpoint, and the number of steps that the ledger must at least hold.
+        """Return the state in a checkpoint, and the smallest number of steps that the ledger must hold.
 
         Raises:
             PrivacyStateError: the checkpoint is not complete.
@@ -132,8 +132,8 @@ class PrivacyState:
         return json.loads((Path(folder) / STATE_NAME).read_text())
 
     def require(self, wanted: PrivacyState) -> None:
-        """Raise PrivacyStateError unless this saved state is that of ``wanted``, whatever its run, number of steps and
-        unit."""
+        """Raise PrivacyStateError unless this saved state is that of ``wanted``. Run, number of steps and unit may
+        differ."""
         before, now = self.settings(), wanted.settings()
         for name in [name for name in {**before, **now} if not name.startswith(_MAY_CHANGE)]:
             if (saved := before.get(name)) != (value := now.get(name)):
@@ -143,7 +143,7 @@ class PrivacyState:
                 )
 
     def settings(self) -> dict[str, Any]:
-        """Return the state without its run, by the names that arguments have."""
+        """Return the state without its run, by the names of arguments."""
         flat = _flat(self.to_dict())
         return {path.removeprefix("mechanism."): value for path, value in flat if path != "run_id"}
 
@@ -163,8 +163,8 @@ def _mechanism_of_version_1(data: Mapping[str, Any]) -> Mechanism:
     """Read version 1, which had one kind of each part, and neither steps nor unit."""
     if data["sampling"] != PoissonSampling.kind:
         raise ValueError(
-            f"the privacy state is of version 1, which knows sampling {PoissonSampling.kind!r} alone, but says "
-            f"{data['sampling']!r}: it was changed, or not written by dp_transformers; take another checkpoint"
+            f"the privacy state is of version 1, which knows sampling {PoissonSampling.kind!r} alone, but has "
+            f"{data['sampling']!r}: it was not written by dp_transformers; take another checkpoint"
         )
     return Mechanism(
         sampling=PoissonSampling(data["num_examples"], data["expected_batch_size"]),
@@ -174,7 +174,7 @@ def _mechanism_of_version_1(data: Mapping[str, Any]) -> Mechanism:
 
 
 def find_checkpoint(output_dir: str | os.PathLike) -> str:
-    """The newest complete checkpoint; incomplete ones above it are named in a warning.
+    """Return the newest complete checkpoint. A warning names newer ones that are not complete.
 
     Raises:
         PrivacyStateError: there is none.
@@ -194,8 +194,8 @@ def find_checkpoint(output_dir: str | os.PathLike) -> str:
 
 
 def rotate(output_dir: str | os.PathLike, limit: int, keep: Collection[str]) -> None:
-    """Delete checkpoints until `limit` are left, incomplete ones first, then the oldest; never those whose names are
-    in `keep`."""
+    """Delete checkpoints until `limit` are left, incomplete ones first, then the oldest; never those that are named in
+    `keep`."""
     folders = sorted(
         _checkpoints(output_dir), key=lambda folder: (_is_complete(folder), folder.stat().st_mtime_ns, _number(folder))
     )

@@ -4,9 +4,9 @@ record of its steps.
 The line of a step is on disk before the step's noisy gradient exists, so that whatever anybody can have seen is
 counted, also when training is resumed from an older checkpoint. One process writes it at a time.
 
-Each line holds the SHA-256 of everything that stands before it in the file (``before``), so a line that was taken out,
-changed or put in shows at the line that follows. Whoever recomputes all of these digests is found out only by what is
-kept elsewhere: the digest of the whole file in ``privacy.json``, and the signature of that.
+Each line holds the SHA-256 of everything before it in the file (``before``), so a line that was removed, changed or
+inserted shows at the next one. If somebody recomputes all of these digests, only the digest of the whole file in
+``privacy.json``, and its signature, show it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ except ImportError:  # Windows
     fcntl = None
 
 LEDGER_NAME = "privacy_ledger.jsonl"
-# of it and of the privacy state; version 1 has the numbers of its mechanism one by one, and nothing in the lines of
-# steps
-VERSION = 2
+VERSION = (
+    2  # of ledger and privacy state; version 1 has a mechanism number by number, and no numbers in lines of steps
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,13 @@ class PrivacyStateError(ValueError):
 
 
 class Chain(NamedTuple):
-    """What the digests in a ledger's lines say of its file.
+    """The result of comparing the digests in a ledger's lines with its file.
 
     Attributes:
-        lines: How many lines the file has.
-        unchained: How many lines at its beginning have no digest, as earlier releases wrote them.
-        broken_at: The first line, from 1 on, that does not follow from what stands before it; None if all do.
+        lines: The number of lines of the file.
+        unchained: The number of lines at its beginning without a digest, as earlier releases wrote them.
+        broken_at: The first line, from 1 on, with a digest that is not that of the lines before it; None if there is
+            none.
     """
 
     lines: int
@@ -72,8 +73,8 @@ def flush_to_disk(path: Path) -> None:
 
 
 class Ledger:
-    """Append-only record of every noised step, flushed to disk line by line. Reading is free; to write, `open` it and
-    `close` it."""
+    """Append-only record of every noised step, flushed to disk line by line. Anybody may read it; to write, `open` it
+    and `close` it."""
 
     def __init__(self, output_dir: str | os.PathLike):
         self.path = Path(output_dir) / LEDGER_NAME
@@ -81,7 +82,7 @@ class Ledger:
         self._before, self._size = hashlib.sha256(), 0  # of everything in the open file
 
     def run_ids(self) -> list[str]:
-        """Return the runs of which the file holds lines, in order."""
+        """Return the ids of the runs in the file, in order."""
         return list(dict.fromkeys(writer for writer, _ in self._lines() if writer is not None))
 
     def steps(self, run_id: str) -> int:
@@ -89,8 +90,8 @@ class Ledger:
         return sum(segment.total() for segment in self.segments(run_id))
 
     def segments(self, run_id: str) -> list[Counter[StepParameters | None]]:
-        """Return the parameters of a run's steps, in one counter for each time that it began or went on; None where a
-        line does not say.
+        """Return the parameters of a run's steps, in one counter for each time that it began or went on; None if a
+        line has none.
 
         A torn line may have been a step, of the run that wrote the line before; of any if there is none.
         """
@@ -118,18 +119,18 @@ class Ledger:
         )
 
     def chain(self) -> Chain:
-        """Compare the digest in each line with what stands before it.
+        """Compare the digest in each line with the lines before it.
 
-        A torn line needs none: a process was killed while it wrote it. The next line's digest covers it.
+        A torn line, which a killed process left, needs no digest. The next line's digest covers it.
         """
         before, lines, unchained = hashlib.sha256(), 0, 0
         with self._reader() as file:
             for lines, line in enumerate(file, start=1):
                 entry = _parsed(line)
-                said = None if entry is None else entry.get("before")
-                if said is None and unchained == lines - 1:
+                recorded = None if entry is None else entry.get("before")
+                if recorded is None and unchained == lines - 1:
                     unchained = lines
-                elif entry is not None and said != before.hexdigest():
+                elif entry is not None and recorded != before.hexdigest():
                     return Chain(lines + sum(1 for _ in file), unchained, lines)
                 before.update(line)
         return Chain(lines, unchained, None)
@@ -144,8 +145,8 @@ class Ledger:
         return open(self.path, "rb") if self.path.exists() else io.BytesIO()
 
     def _lines(self) -> Iterator[tuple[str | None, dict[str, Any] | None]]:
-        """Yield the run that wrote each line (None where no line before says it) and the content of the line (None
-        where it is torn)."""
+        """Yield for each line the id of the run that wrote it (None if no line before has one), and its content (None
+        if it is torn)."""
         writer = None
         with self._reader() as file:
             for entry in map(_parsed, file):
@@ -182,14 +183,8 @@ class Ledger:
     def begin(self, state: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> None:
         """Record that this run starts or goes on, with its state (mechanism, δ and target ε) and further facts
         (whether it is private, and why not)."""
-        self._append(
-            {
-                "run": state["run_id"],
-                "event": "begin",
-                **{k: v for k, v in state.items() if k != "run_id"},
-                **(facts or {}),
-            }
-        )
+        settings = {k: v for k, v in state.items() if k != "run_id"}
+        self._append({"run": state["run_id"], "event": "begin", **settings, **(facts or {})})
 
     def add_step(self, run_id: str, step: int, parameters: StepParameters) -> None:
         """Record one step and what it uses, before its result exists. Returns when the line is on disk.
@@ -201,9 +196,8 @@ class Ledger:
         self._append({"run": run_id, "step": step, **parameters._asdict()})
 
     def require_own_file(self) -> None:
-        """Raise PrivacyStateError unless the path still names the file that is written here, with nothing but what was
-        written. (A copy that is put in its place, as tools that synchronise or restore folders do, would be read by
-        whoever asks what was spent.)"""
+        """Raise PrivacyStateError unless the path still names the file that is written here, with only the lines that
+        were written. (Tools that synchronise or restore folders put a copy in its place, without later steps.)"""
         if self._file is None:
             return
         own = os.fstat(self._file.fileno())
@@ -212,9 +206,9 @@ class Ledger:
                 return
         raise PrivacyStateError(
             f"'{self.path}' was changed, replaced or removed by something else while this training was writing it, so "
-            "it no longer says what was spent. Let nothing write to that folder meanwhile (a backup that is restored, "
-            "a tool that synchronises folders, a second training), restore the file as it was, or train the original "
-            "model anew in another folder. What this training spent counts all the same."
+            "it no longer says what was spent. Let nothing write to that folder meanwhile (a restored backup, a tool "
+            "that synchronises folders, a second training), restore the file as it was, or train the original model "
+            "anew in another folder."
         )
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -235,7 +229,7 @@ class Ledger:
 
 
 def _digest_of(file: io.FileIO) -> Any:
-    """The running SHA-256 of all that a file holds."""
+    """Return the running SHA-256 of a whole file."""
     digest = hashlib.sha256()
     file.seek(0)
     while block := file.read(2**20):
@@ -244,7 +238,7 @@ def _digest_of(file: io.FileIO) -> Any:
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Read a line that says its run; None if it is torn."""
+    """Return the content of a line with the id of a run; None if it is torn."""
     try:
         entry = json.loads(line)
         return entry if entry["run"] is not None else None
@@ -253,7 +247,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _parameters(entry: Mapping[str, Any]) -> StepParameters | None:
-    """Read the parameters from a step's line; None in version 1."""
+    """Return the parameters in a step's line; None in version 1."""
     try:
         return StepParameters(*(entry[name] for name in StepParameters._fields))
     except KeyError:
@@ -265,7 +259,7 @@ _OPEN: weakref.WeakSet[Ledger] = weakref.WeakSet()
 
 def _close_after_fork() -> None:
     """Close ledgers in a forked process: a lock lasts as long as any copy of its descriptor, so a DataLoader worker
-    would keep a killed trainer's."""
+    would keep the lock of a killed trainer."""
     for ledger in _OPEN:
         ledger.close()
 
