@@ -137,7 +137,11 @@ class PrivateStep:
             )
         self._require_same_processes()
         self.order.begin(draw)
-        self._begin_draw()
+        self._sums.clear()
+        self.gradients.drop()
+        for further in (self._private_loss, self._share):
+            if further is not None:
+                further.begin_draw()
         batches, clipper = list(draw.batches), self.clipper
         clipper.engine.begin_draw()
         clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
@@ -165,14 +169,6 @@ class PrivateStep:
                 "process group (init_process_group, Accelerator(), the launch of Fabric or Lightning) before "
                 "make_private or DPTrainer, and keep it to the end."
             )
-
-    def _begin_draw(self) -> None:
-        self._sums.clear()
-        self.gradients.drop()
-        if self._private_loss is not None:
-            self._private_loss.begin_draw()
-        if self._share is not None:
-            self._share.begin_draw()
 
     # ---- before a forward pass (the clipper asks) ----
 
