@@ -303,7 +303,7 @@ def test_an_engine_is_silent_otherwise_and_needs_losses_of_examples():
         optimizer.step()
         optimizer.zero_grad()
     assert engine.private_loss is None and engine.get_epsilon(1e-3) == compute_epsilon(1.0, 0.2, 5, 1e-3)
-    with pytest.raises(ValueError, match="bounded in the one loss of loss.backward"):
+    with pytest.raises(ValueError, match="hands over one loss for the batch"):
         by_engine("mean", noise_multiplier=1.0, max_grad_norm=1.0, loss_bound=1.0)
     for beside in ({"loss_bound": 1.0}, {"loss_noise_factor": 5.0}):
         with pytest.raises(ValueError, match="loss_bound or loss_noise_factor is given beside a mechanism"):
