@@ -412,7 +412,7 @@ def test_a_step_that_was_interrupted(interrupted, monkeypatch):
         optimizer.step()
         assert all(torch.allclose(p.grad * 12, sums[name]) for name, p in model.named_parameters())
         return
-    with pytest.raises(ValueError, match=r"was interrupted, call engine.drop_draw\(\)"):
+    with pytest.raises(ValueError, match=r"stopped the loop, call engine.drop_draw\(\)"):
         optimizer.step()
     with pytest.raises(ValueError, match="has no noise"):
         torch.optim.SGD(model.parameters(), lr=1.0).step()

@@ -121,7 +121,13 @@ def test_batches_say_whether_examples_are_padded_to_the_length_of_others(fixed):
 def test_examples_are_ordered_by_their_lengths_in_time():
     batches = LogicalBatches([{"input_features": np.ones((9 - i, 2))} for i in range(9)], list, 2)
     made = batches[Draw(0, range(9))].batches
-    assert [[len(row["input_features"]) for row in batch.rows] for batch in made] == [[1, 2], [3, 4], [5, 6], [7, 8], [9]]
+    assert [[len(row["input_features"]) for row in batch.rows] for batch in made] == [
+        [1, 2],
+        [3, 4],
+        [5, 6],
+        [7, 8],
+        [9],
+    ]
 
 
 def test_preferences_are_ordered_by_the_lengths_of_their_texts_together():
