@@ -567,7 +567,6 @@ def test_a_callback_cannot_train_beyond_the_budget(tmp_path, monkeypatch):
 
 LAUNCHED = {  # what a launcher sets on the trainer, or its accelerator
     "gradient accumulation is switched on.*accelerate's.*set gradient_accumulation_steps to 1": lambda made: made.args.set_training(gradient_accumulation_steps=4, batch_size=5, learning_rate=0.1),
-    r"2 devices in one process.*one process per device \(accelerate launch or torchrun\)": lambda made: setattr(made.args, "_n_gpu", 2),
     "context or sequence parallelism is switched on.*use tensor parallelism or FSDP2": lambda made: setattr(made.accelerator.state, "parallelism_config", ParallelismConfig(cp_size=2)),
     "DeepSpeed is switched on.*use FSDP2, or DDP": lambda made: setattr(made, "is_deepspeed_enabled", True),
     "dynamo_backend.* is switched on.*set dynamo_backend to 'no'": lambda made: setattr(made.accelerator.state, "dynamo_plugin", TorchDynamoPlugin(backend="eager")),
@@ -583,6 +582,13 @@ def test_what_the_environment_adds_is_refused(tmp_path, message):
 
     with pytest.raises(ValueError, match=message):
         Launched(build("bert"), arguments(tmp_path), collate, dataset())
+
+
+def test_two_devices_in_one_process_are_refused(tmp_path):
+    args = arguments(tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match=r"2 devices in one process.*one process per device \(accelerate launch or"):
+        DPTrainer(build("bert"), args, collate, dataset())
 
 
 def test_a_step_that_is_cut_off_leaves_no_gradient_without_noise(tmp_path):

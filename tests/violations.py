@@ -2119,7 +2119,7 @@ CALLS = [
     loop("second derivatives", REFUSED, OCCASIONAL, does(second_derivatives), "create_graph"),
     loop("another optimizer steps", REFUSED, COMMON, does(another_optimizer), "no noise|replaced|gradient"),
     loop("a copy of the optimizer steps", REFUSED, CONTRIVED, does(copied_optimizer), "no noise|replaced|gradient"),
-    loop("detach between backward and step", REFUSED, CONTRIVED, does(detaches), "not finished"),
+    loop("detach between backward and step", REFUSED, CONTRIVED, does(detaches), "draw were dropped"),
     loop("an error in backward is caught, and the loop steps", REFUSED, OCCASIONAL, does(interrupted), "backward"),
     loop("optimizer.max_grad_norm is set, as Opacus's schedulers do", REFUSED, OCCASIONAL, does(sets_the_bound), "max_grad_norm"),
     loop("optimizer.noise_multiplier is set", REFUSED, OCCASIONAL, does(sets_the_noise), "noise_multiplier"),
