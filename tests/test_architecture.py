@@ -51,6 +51,14 @@ def code_lines(text):
     return sum(i not in docstrings and bool(line.strip()) and not line.strip().startswith("#") for i, line in lines)
 
 
+GUARDS = {"loss_root", "loss_graph", "compared_rows", "deferred_checks", "refused"}  # and the rooms that check
+TOOLS = {"find_mixing", "check_model"}  # of these rooms, which a user calls
+
+
+def is_guard(path):
+    return path.stem in GUARDS or (path.parent.name == "checks" and path.stem not in TOOLS)
+
+
 def test_nothing_grows_past_its_budget():
     package, tests = (
         {path: path.read_text() for path in (ROOT / room).rglob("*.py")} for room in ("dp_transformers", "tests")
@@ -62,9 +70,10 @@ def test_nothing_grows_past_its_budget():
         if isinstance(node, ast.ClassDef) and node.name not in dp_transformers.__all__
     }
     assert max(classes.values()) <= 350, max(classes, key=classes.get)
-    assert sum(map(code_lines, package.values())) <= 18_100
-    assert len(package) <= 165
-    assert sum(map(code_lines, tests.values())) <= 32_000
+    assert sum(map(code_lines, package.values())) <= 17_600
+    assert len(package) <= 150
+    assert sum(code_lines(text) for path, text in package.items() if is_guard(path)) <= 2_100
+    assert sum(text.count("\n") for text in tests.values()) <= 32_000
 
 
 def test_lint():
