@@ -88,11 +88,11 @@ class Boundary:
     def go_back(
         self, graph: LoopGraph, roots: Sequence[Any], gradients: Sequence[Any], *, retain_graph: bool, is_last: bool
     ) -> None:
-        """Clip and sum what these losses come from. Gradients of what is no part of the model (its input, a
-        temperature of the loop) are those of the losses as they are.
+        """Run the backward pass of these losses: clip each example's gradient of the model's parameters and add them
+        up. Tensors outside of the model (its input, a temperature of the loop) get their ordinary gradients.
 
         Args:
-            gradients: What going back begins with; None for 1.
+            gradients: Gradients of the losses to begin with; None for 1.
             is_last: No other private model takes part in these losses after this one.
 
         Raises:

@@ -298,7 +298,8 @@ class _Functions(TorchFunctionMode):
     def _linear(
         self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """Return the output of the layer; None if ``weight`` or ``bias`` is no copy."""
+        """Return the output of a linear layer that is called with an example's copies of parameters; None if
+        ``weight`` or ``bias`` is no such copy, or no graph is built."""
         return self._layer(input, [weight] if bias is None else [weight, bias], _linear_layer)
 
     def _layer(

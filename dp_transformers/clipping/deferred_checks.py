@@ -41,8 +41,8 @@ class DeferredChecks:
         self._note(otherwise, for_good=True)
 
     def require(self) -> None:
-        """Look at what was expected since the last time, and raise the error of the first condition that did not hold
-        since :meth:`begin`, or of one that does not hold for good."""
+        """Evaluate the pending checks. Raise the error of the first that failed since :meth:`begin`, or of one that
+        failed for the rest of the training."""
         self.look()
         if self._broken is not None:
             self._is_told = True

@@ -62,7 +62,8 @@ class MeasuredBudget(MemoryBudget):
         DeviceMemory.of(trainable.device)
 
     def limit_of(self, forward: ForwardPass) -> float:
-        """Record the size of a pass before its backward. Return the bytes that it may keep."""
+        """Return how many bytes this pass may keep until its clipped sums are formed; 0 if it is larger than any
+        before. Its size is then recorded, unless the limit is settled."""
         size = _Size(dict(forward.returned), max(1, forward.batch_size))
         if any(size.is_within(seen) for seen in self._seen):
             self._balance += 1

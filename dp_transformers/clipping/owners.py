@@ -274,7 +274,8 @@ def reassign_owners(model: nn.Module, owners: list[Owner], lost: Sequence[Owner]
 
 
 def refuse_escape(owners: Iterable[Owner], parameter: nn.Parameter, name: str) -> NoReturn:
-    """Raise UnsupportedModuleError for a gradient that reached ``parameter`` past the calls of its owners."""
+    """Raise UnsupportedModuleError: ``parameter`` got a gradient that did not come through a call of its module, so it
+    cannot be clipped."""
     innermost = max((owner for owner in owners if parameter in owner.names), key=lambda owner: len(owner.path))
     # the self-check then makes a parent own the parameter, if there is one
     raise UnsupportedModuleError(

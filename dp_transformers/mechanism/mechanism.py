@@ -230,8 +230,8 @@ class Mechanism:
         return dp_accounting.ComposedDpEvent(events)
 
     def _with_releases(self, step: StepParameters) -> StepParameters:
-        """Return the step with the noise multiplier of the gradient and all other releases as one Gaussian
-        mechanism."""
+        """Return the step with the noise multiplier σ of the one Gaussian mechanism that costs as much as the gradient
+        and all other releases together: 1/σ² = Σ 1/σᵢ²."""
         further = [release.noise_multiplier for release in self.releases] + [*self.clipping.release_noise_multipliers]
         if not further or step.noise_multiplier == 0:
             return step

@@ -371,8 +371,8 @@ class PrivateRun:
 
 
 def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, Any]]) -> None:
-    """Raise PrivacyStateError if the ledger and the mechanism differ in the sums that steps release besides gradients.
-    The lines of steps hold the noise of gradients only."""
+    """Raise PrivacyStateError if the ledger and the mechanism disagree about what steps release besides gradients. The
+    lines that began the run are compared, since the line of a step holds the noise of its gradient alone."""
     now = mechanism.to_dict()["releases"]
     for line in beginnings:
         if (before := line.get("mechanism", {}).get("releases", [])) != now:

@@ -330,8 +330,8 @@ class TrainerRun:
 
 
 def _refuse_groups(clipper: PerExampleClipper, size: int, *, is_fsdp_enabled: bool) -> None:
-    """Raise ValueError unless FSDP has sharded the model where it was asked for, each tensor-parallel group is
-    ``size`` consecutive ranks, as the sampler assumes, and all gradients are summed."""
+    """Raise ValueError if FSDP was asked for and did not shard the model, if the tensor-parallel group of this process
+    is not ``size`` consecutive ranks, or if ranks hold the same parameters and nothing sums their gradients."""
     parallel, shards, world = clipper.parallel, clipper.shards, distributed.world_size()
     if is_fsdp_enabled and not shards:
         raise ValueError(

@@ -1,13 +1,12 @@
-"""The witness: in some batches of the whole training one row is run alone and unpadded, and must give what it gave.
+"""The witness: in random batches of the whole training one row runs again alone and unpadded, with the same result.
 
-What a rare row switches on for others, or a long one, may come long after rows were compared (:mod:`.oracle`). So a
-row that a secret chooses is run again, forward only, in so many batches that it takes at most a hundredth of the time.
-Where random numbers were drawn the batch is run again, too, and neither has dropout. A second row must confirm what
-one says, since in a model that sorts positions (experts that take some of them) rounding may move one.
+It catches mixing that begins long after the oracle compared rows (:mod:`.oracle`), as when a rare row or a long one
+switches something on for others. A secret chooses the row, which runs forward only. If the batch drew random numbers,
+the batch runs again too, and both runs have no dropout. Other rows must confirm a difference, since rounding may move
+one row of a model that sorts positions (experts that take some of them).
 
-A batch is looked at with probability p = 1% × (time of a batch) / (time of a look), and in one that is, a condition
-that moves all rows but those that cause it is seen unless these are the ones that are looked at. What happens in n
-batches stays unseen with probability (1 - p)ⁿ.
+A batch is chosen with probability p = 1% × (time of a batch) / (time of a look), so that looks take 1% of the time.
+Mixing in n batches, if it moves the chosen rows, stays unseen with probability (1 - p)ⁿ.
 """
 
 from __future__ import annotations
