@@ -278,6 +278,18 @@ def counted(model):
     return rows
 
 
+def test_several_rows_of_each_example_in_one_tensor_are_named():
+    class Patches(nn.Linear):
+        def forward(self, ids, pixels):
+            return super().forward(pixels.view(len(ids), -1, 12).mean(1))
+
+    model = Patches(12, 2)
+    rows = Rows.of(model, (torch.ones(3, 5), torch.randn(6, 12)), {})
+    assert rows.call(model).shape == (3, 2)
+    with pytest.raises(SelfCheckError, match="'pixels' has another number of rows than there are examples"):
+        rows.alone(0, 5).call(model)
+
+
 def test_when_rows_are_compared():
     """Once, and when something is new about them: more rows, a shorter or a longer one, other modules."""
     model = Pools()

@@ -375,7 +375,7 @@ def test_a_ledger_of_earlier_runs_is_pointed_out(tmp_path, caplog):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         engine.detach()
-    assert "also holds 1 steps of earlier runs, which epsilon does not count" in caplog.text
+    assert "also holds 1 steps of earlier runs, which the epsilon of this training does not" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -610,7 +610,7 @@ def test_check_loss_knows_a_plain_mean():
             lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])), outputs[:3], targets[:3]
         )
     engine, *_ = make(loss_reduction="none")
-    with pytest.raises(ValueError, match="a loss has a value for each row"):
+    with pytest.raises(ValueError, match="each loss must come from its own row alone"):
         engine.check_loss(F.cross_entropy, outputs[:3], targets[:3])
 
 

@@ -2070,7 +2070,7 @@ LOCALITY = [
     both("the sign follows the last row", REFUSED, CONTRIVED, mixing(lambda h, m: h * torch.where(h[-1, 0] < 0, -1.0, 1.0)), "example|exact"),
     both("above a limit, all rows change", REFUSED, OCCASIONAL, mixing(lambda h, m: h * torch.where(h.max() > 30, -1.0, 1.0)), "example|exact"),
     both("gradients are scaled by the neighbour's sign, in training", REFUSED, CONTRIVED, mixing(in_training(lambda h: straight_through(h, h.detach().roll(1, 0).sum(1, keepdim=True).sign()))), "example|exact"),
-    both("the batch dimension is squeezed away", REFUSED, OCCASIONAL, lambda: given(Squeezes, check=True)(), "without a dimension|mixes|one"),
+    both("the batch dimension is squeezed away", REFUSED, OCCASIONAL, lambda: given(Squeezes, check=True)(), "first dimension|mixes|one"),
     both("batch_first=True was forgotten", REFUSED, COMMON, lambda: given(TimeFirst, lambda: [{"x": r["x"], "labels": r["labels"][0]} for r in tagged()()], check=True)(), "batch_first"),
     both("rows are sorted by length to pack them", REFUSED, OCCASIONAL, lambda: reading(net(sorts, **LSTM), lengths=(4, 9, 6, 12, 5, 7, 8, 10))(), "mixes|example|other"),
     both("experts with room for half of the rows", REFUSED, OCCASIONAL, lambda: given(Capacity, check=True, physical=8)(), "example|exact|mixes"),

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_with_path
 
 from ..batch_dims import batch_size_of
-from ..errors import SelfCheckError
+from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
 from ..parallel.dtensor import is_dtensor
 from ..ragged import Ragged, is_ragged, packed, unpacked, unpacked_sequence
 
@@ -21,6 +21,7 @@ LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> 
 # By the path of a tensor in (args, kwargs) (``torch.utils._pytree.keystr``), and by dimension: on which side it is
 # padded, and the size that each row has without padding. Rows are in dimension 0.
 Sizes = Mapping[str, Mapping[int, tuple[str, Sequence[int]]]]
+OWN_ERRORS = (SelfCheckError, UnownedParameterError, UnsupportedModuleError)
 MOST = 8  # rows that are compared at once
 
 
@@ -36,6 +37,7 @@ class Rows:
             as a padded one.
         names: The names of the positional arguments.
         batch_first: Whether the model takes the rows in the first dimension.
+        uncut: If these are some of more rows, the name of a tensor that has several rows for each example.
     """
 
     args: tuple
@@ -44,16 +46,15 @@ class Rows:
     sizes: Sizes = field(default_factory=dict)
     names: Sequence[str] = ()
     batch_first: bool = True
+    uncut: str = ""
 
     @classmethod
     def of(
         cls, model: nn.Module, args: tuple, kwargs: dict, sizes: Sizes | None = None, *, batch_first: bool = True
     ) -> Rows:
         """Make them of what ``model`` is called with."""
-        size, names = (
-            batch_size_of(model, args, kwargs, batch_first),
-            list(inspect.signature(model.forward).parameters),
-        )
+        size = batch_size_of(model, args, kwargs, batch_first)
+        names = list(inspect.signature(model.forward).parameters)
         args, kwargs = unpacked(model, args, kwargs)
         if not batch_first:
             args, kwargs = second_dimension_first(args, kwargs)
@@ -64,7 +65,15 @@ class Rows:
         args, kwargs = packed((self.args, self.kwargs))
         if not self.batch_first:
             args, kwargs = second_dimension_first(args, kwargs)
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not self.uncut or isinstance(error, OWN_ERRORS):
+                raise
+            raise SelfCheckError(
+                f"the model raised {type(error).__name__} for some rows of a batch: {self.uncut} has another number "
+                "of rows than there are examples. Let the collator give each one row, and flatten it in the model."
+            ) from error
 
     def changed(self, change: Callable[[tuple, Any], Any]) -> Rows:
         """Return the same with ``change(path, x)`` in the place of each argument."""
@@ -84,7 +93,8 @@ class Rows:
     def only(self, rows: Sequence[int]) -> Rows:
         """Return these rows as they stand, in this order."""
         chosen = list(rows)
-        return replace(self.changed(lambda path, x: self._taken(x, chosen)), size=len(chosen), sizes={})
+        taken = self.changed(lambda path, x: self._taken(x, chosen))
+        return replace(taken, size=len(chosen), sizes={}, uncut=self._uncut())
 
     def alone(self, row: int, copies: int = 1) -> Rows:
         """Return one row without its padding, ``copies`` times."""
@@ -97,7 +107,13 @@ class Rows:
                 x = self._cut(x, self.sizes.get(keystr(path)), lengths, row, self.name_of(path))
             return self._taken(x, [row] * copies)
 
-        return replace(self.changed(cut), size=copies, sizes={})
+        return replace(self.changed(cut), size=copies, sizes={}, uncut=self._uncut())
+
+    def _uncut(self) -> str:
+        for path, x in tree_leaves_with_path((self.args, self.kwargs)):
+            if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) > self.size > 1 and len(x) % self.size == 0:
+                return f"'{self.name_of(path)}'"
+        return self.uncut
 
     def _cut(self, x: torch.Tensor, known: Any, lengths: Mapping, row: int, name: str) -> torch.Tensor:
         """Return a tensor of all rows, without the padding of this row."""
