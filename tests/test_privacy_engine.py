@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from violations import Compares
 
-from dp_transformers import PrivacyEngine, compute_epsilon
+from dp_transformers import FlatClipping, PrivacyEngine, compute_epsilon
 from dp_transformers.clipping import modes
 from dp_transformers.clipping.modes import KeptTerms
 from dp_transformers.engine.criterion import PrivateCriterion
@@ -597,6 +597,15 @@ def test_other_refusals():
         engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
     engine.detach()
     assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_the_clipper_of_a_private_loop_adds_to_its_sums():
+    engine, model, _, loader = make()
+    x, y = next(iter(loader))
+    with pytest.raises(ValueError, match="clips by its mechanism"):
+        engine.clipper.backward(F.cross_entropy(model(x), y, reduction="none"), clipping=FlatClipping(9.0))
+    engine.clipper.backward(F.cross_entropy(model(x), y, reduction="none"))
+    assert all(p.grad is None for p in model.parameters()) and any(map(torch.any, engine.clipped_sums().values()))
 
 
 def test_check_loss_knows_a_plain_mean():

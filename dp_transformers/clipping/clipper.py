@@ -451,6 +451,8 @@ class PerExampleClipper:
             SelfCheckError: an example's loss is another one alone.
         """
         if into is None and self.engine.loop is not None:  # a private training, which has sums of its own
+            if clipping is not None:
+                raise ValueError("a private training clips by its mechanism: leave clipping= out here.")
             return self.engine.loop.add(losses, weights)
         losses_b = None if isinstance(losses, BatchLoss) else losses
         if losses_b is not None and self._boundary is not None:
