@@ -13,6 +13,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import types
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -719,7 +720,7 @@ def trained_by_accelerate(recipe, flags, monkeypatch):
         def wait(self):
             pass
 
-    monkeypatch.setattr(launch.subprocess, "Popen", Started)
+    monkeypatch.setattr(launch, "subprocess", types.SimpleNamespace(Popen=Started))
     script = str(ROOT / "recipes" / f"{recipe}.py")
     launch.launch_command(launch.launch_command_parser().parse_args(["--num_processes", "1", script, *flags]))
 
