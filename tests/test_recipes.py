@@ -717,8 +717,7 @@ def trained_by_accelerate(recipe, flags, monkeypatch):
                 patch.setattr(sys, "argv", [script, *its_flags])
                 runpy.run_path(script, run_name="__main__")
 
-        def wait(self):
-            pass
+        def wait(self): ...
 
     monkeypatch.setattr(launch, "subprocess", types.SimpleNamespace(Popen=Started))
     script = str(ROOT / "recipes" / f"{recipe}.py")

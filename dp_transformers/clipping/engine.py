@@ -185,7 +185,7 @@ class ClippingEngine:
         shards, parallel = self.trainable.shards, self.trainable.parallel
         for owner in self.owners:
             parallel.refuse(owner, is_rerun=owner.may_be_rerun or owner.rule.tapped_inside)
-            if shards or parallel or owner.module is self.model or class_forward(owner.module) is None:
+            if shards or parallel or class_forward(owner.module) is None:
                 owner.needs_whole_batch = True
             if owner.is_rerun:
                 shards.refuse_rerun(owner.path, owner.module)

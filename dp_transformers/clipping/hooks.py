@@ -158,7 +158,7 @@ class HookedModel:
             if self._handles is not handles:  # new hooks, which come too late for the call that is going on
                 self._before_call(owner, module, args)
                 if owner.may_be_rerun:
-                    self._keep_random_state(owner, module, args)
+                    owner.random_state = random_state(next(iter(owner.names)).device)
             elif not (owner.first_nodes or owner.rule.tapped_inside):  # a check ran the model in this call
                 self._before_call(owner, module, args)
 
