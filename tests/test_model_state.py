@@ -200,13 +200,11 @@ def train_and_compare(model, rows, *, steps=3, **options):
 
 
 def held(model):
-    """All that a model holds besides its trained weights, as values."""
+    """All that a model holds besides its trained weights, as values. Flags of hooks that are gone do nothing."""
     values = {}
     for path, module in model.named_modules():
-        values[path] = (
-            type(module),
-            {k: repr(v) for k, v in vars(module).items() if k not in ("_parameters", "_modules", "keeps")},
-        )
+        names = [k for k in vars(module) if not k.endswith(("_parameters", "_modules", "keeps", "_kwargs", "_called"))]
+        values[path] = type(module), {k: repr(vars(module)[k]) for k in names}
         values[path, "frozen"] = [repr(p) for p in module.parameters(recurse=False) if not p.requires_grad]
         values[path, "modules"] = list(module._modules)
     return values

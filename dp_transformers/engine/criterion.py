@@ -108,7 +108,7 @@ class PrivateCriterion:
         return losses_b / counted.flatten(1).sum(1).clamp(min=1)
 
     def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._clipper.engine.state.again():
+        with self._clipper.engine.state.during_check():
             return self._by_example(self._each(args, kwargs), args, kwargs)
 
     def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:

@@ -169,7 +169,7 @@ class Witness:
             warnings.simplefilter("ignore")  # of checkpointing without gradients
             stack.enter_context(torch.no_grad())
             stack.enter_context(engine.suspended())
-            stack.enter_context(engine.state.again())
+            stack.enter_context(engine.state.during_check())
             stack.enter_context(without_caches(configurations(engine.model)))
             stack.enter_context(seeded_global_generators([0], device))
             stack.enter_context(without_dropout())
