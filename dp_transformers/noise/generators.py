@@ -59,7 +59,7 @@ def round_digits(tensors: list[torch.Tensor], std: float) -> None:
 
 
 Bits = Callable[[int], torch.Tensor]  # (count,) random int64 numbers
-_CHUNK, _TOGETHER = 2**16, 2**14  # numbers computed at once, and drawn at once for several tensors
+_CHUNK = 2**16  # numbers computed at once, and drawn at once for several tensors
 _PIECE = 2**22  # numbers drawn for a tensor before they are added, a multiple of _CHUNK
 _DITHER_STREAM = 2**63 + 1  # separates dither from normal numbers of the same entropy; not the number of a step
 _SUMMED = 4  # draws that are summed to one number of secure noise
@@ -130,11 +130,8 @@ class GaussianNoise:
                     "float32 sums."
                 )
         for group in _groups(piece for tensor in tensors for piece in _pieces(tensor)):
-            sizes = [tensor.numel() for tensor in group]
-            numbers = self._numbers(sum(sizes), group[0].device).split(sizes)
-            torch._foreach_add_(
-                group, [x.view(tensor.shape) for x, tensor in zip(numbers, group, strict=True)], alpha=std
-            )
+            numbers = self._numbers(sum(map(torch.numel, group)), group[0].device).to(group[0].dtype)
+            torch._foreach_add_(group, torch._utils._unflatten_dense_tensors(numbers, group), alpha=std)
             del numbers  # frees memory for the next group
 
     def of_step(self, step: int) -> GaussianNoise:
@@ -199,11 +196,13 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _groups(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Group small consecutive tensors of one device: a draw costs at least 0.1 ms, however few numbers it has."""
+    """Group small consecutive tensors of one device and dtype: a draw costs at least 0.1 ms, however few numbers it
+    has."""
     group: list[torch.Tensor] = []
     count = 0
     for tensor in tensors:
-        if group and (tensor.device != group[0].device or count + tensor.numel() > _TOGETHER):
+        is_other = group and (tensor.device, tensor.dtype) != (group[0].device, group[0].dtype)
+        if group and (is_other or count + tensor.numel() > _CHUNK):
             yield group
             group, count = [], 0
         group.append(tensor)
