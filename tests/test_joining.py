@@ -312,7 +312,7 @@ REFUSED = {
     "cut to the shortest": (with_x(lambda xs: torch.stack([x[: min(map(len, xs))] for x in xs])), rows_of(4, 5, 6, 7), "does not pad them"),
     "padded with numbers of a row": (with_x(edge), rows_of(4, 5, 6, 7), "with other numbers for other examples"),
     "padded with the largest number": (with_x(lambda xs: pad_sequence(xs, True, float(max(map(max, xs))))), rows_of(4, 4, 4, 7), "not seen in two pairs"),
-    "pairs of positions": (lambda rows: {"mask": block_diagonal([row["x"] for row in rows])}, rows_of(4, 5, 6, 7), "leave masks"),
+    "pairs of positions": (lambda rows: {"mask": block_diagonal([row["x"] for row in rows])}, rows_of(4, 5, 6, 7), "masks of pairs of positions"),
     "a column of some rows": (lambda rows: {"y": torch.ones(len(rows)), **({"x": rows[0]["x"][None]} if rows[0]["i"] else {})}, rows_of(4, 4, 4), "whether 'x' is in a batch"),
     "two types": (lambda rows: {"x": torch.tensor([row["i"] / 2 if row["i"] else 0 for row in rows])}, rows_of(1, 1, 1), "of what type 'x'"),
     "None for some": (lambda rows: {"x": rows[0]["x"][None] if rows[0]["i"] else None}, rows_of(4, 4, 4), "'x'.*a NoneType or a Tensor"),

@@ -59,15 +59,14 @@ def as_tensor(x: Any) -> torch.Tensor | None:
     return x if isinstance(x, torch.Tensor) else None
 
 
-def leaves_of(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(batch: Any, path: str = "", *, with_lists: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield everything in the containers of a batch or an example with its path; arrays as tensors."""
     x = as_tensor(batch)
     columns = None if x is not None or isinstance(batch, PackedSequence) else columns_of(batch)
-    if columns is None:
+    if columns is None or (with_lists and isinstance(batch, (list, tuple))):
         yield path, batch if x is None else x
-        return
-    for key, held in columns.items():
-        yield from leaves_of(held, inner(path, key))
+    for key, held in (columns or {}).items():
+        yield from leaves_of(held, inner(path, key), with_lists=with_lists)
 
 
 def tensors_of(batch: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -79,17 +78,13 @@ def size_of(row: Any) -> int:
     """Return the number of numbers, characters and other entries of a row."""
     if isinstance(row, torch.Tensor):
         return row.numel()
-    if isinstance(row, np.ndarray):
-        return row.size
     if isinstance(row, (str, bytes)):
         return len(row)
     if isinstance(row, (list, tuple)):
         return len(row) if row and type(row[0]) in (int, float) else sum(map(size_of, row))
-    if isinstance(row, (int, float)):
-        return 1
-    if isinstance(row, PackedSequence):
-        return row.data.numel()
-    columns = columns_of(row)
+    if isinstance(row, np.ndarray):
+        return row.size
+    columns = None if isinstance(row, (int, float)) else columns_of(row)
     return 1 if columns is None else sum(map(size_of, columns.values()))
 
 
@@ -98,10 +93,11 @@ def are_same(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.shape == y.shape and bool(equal_or_nan(x, y).all())
 
 
-def are_alike(x: Mapping[str, torch.Tensor], y: Mapping[str, torch.Tensor]) -> bool:
-    """Return True if the tensors of each name are the same up to rounding."""
-    return x.keys() == y.keys() and all(
-        a.shape == y[k].shape and a.dtype == y[k].dtype and torch.allclose(a.double(), y[k].double(), equal_nan=True)
-        for k, a in x.items()
+def are_alike(x: Any, y: Any) -> bool:
+    """Return True if two batches have the same tensors up to rounding."""
+    ours, others = dict(tensors_of(x)), dict(tensors_of(y))
+    return ours.keys() == others.keys() and all(
+        a.shape == others[k].shape and torch.allclose(a.double(), others[k].double(), equal_nan=True)
+        for k, a in ours.items()
         if a.layout is torch.strided and not a.is_complex()
     )

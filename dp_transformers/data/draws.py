@@ -24,7 +24,7 @@ from ..runtime.randomness import SecretSeeds
 from .columns import are_same, size_of, tensors_of
 from .examples import Examples
 from .joining import Joiner, Sizes
-from .known_collators import acts_on_rows_alone, kind_of, sizes_of
+from .known_collators import acts_on_rows_alone, are_of_one_kind, draws_numbers, sizes_of
 from .refused import refuse_packed
 from .stored_rows import refuse_rows_loaded_from_one, require_same_rows
 
@@ -148,7 +148,7 @@ class LogicalBatches(Dataset):
         self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
         self._filler: PhysicalBatch | None = None
         if distributed.world_size() > 1:
-            require_same_rows(len(dataset), lambda i: self._examples.load([i])[0], seeds.of_all_ranks())
+            require_same_rows(len(dataset), dataset.__getitem__, seeds.of_all_ranks())
 
     @property
     def dataset(self) -> Any:
@@ -177,9 +177,9 @@ class LogicalBatches(Dataset):
         """Return the rows of a draw, and the function that joins some of them."""
         loaded = self._examples.of_draw(indices, draw)
         refuse_rows_loaded_from_one(indices, loaded, self._copies)
-        kinds = {*map(kind_of, loaded)} if self._is_collator_known else set()
-        if len(kinds) == 1 and None not in kinds:
-            self._seeds.reseed(f"batches of draw {draw}")
+        if self._is_collator_known and are_of_one_kind(loaded):
+            if draws_numbers(self._collate):
+                self._seeds.reseed(f"batches of draw {draw}")
             return loaded, self._collated_together
         rows = self._examples.collated(loaded, indices, draw)
         if self.physical_batch_size > 1:
@@ -195,7 +195,7 @@ class LogicalBatches(Dataset):
         Loads rows until it knows."""
 
         def is_full(i: int) -> bool:
-            row = self._examples.load([i])[0]
+            row = self.dataset[i]
             mask = row.get("attention_mask") if isinstance(row, Mapping) else None
             return mask is not None and bool(np.all(np.asarray(mask)))
 

@@ -6,10 +6,8 @@ Nothing of one example can get into the row of another, since the collator never
 
 from __future__ import annotations
 
-import functools
-import numbers
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..runtime.randomness import SecretSeeds, generators_apart, require_unseeded
@@ -34,14 +32,10 @@ class Examples:
         self._drawn: dict[str, set[str]] = {"example": set(), "row": set()}  # the generators that were drawn from
 
     def of_draw(self, indices: Sequence[int], draw: int) -> list[Any]:
-        """Return the examples of a draw.
-
-        Raises:
-            ValueError: the data set returns no row, or several, for an index.
-        """
-        if _is_plain_table(self.dataset):
-            return self.load(indices)
-        return self._each("example", indices, draw, lambda n: self.load([indices[n]])[0])
+        """Return the examples of a draw."""
+        if _is_plain_table(self.dataset):  # rows of one do not depend on others, and come faster together
+            return self.dataset.__getitems__(list(indices)) if indices else []
+        return self._each("example", indices, draw, lambda n: self.dataset[indices[n]])
 
     def collated(self, examples: Sequence[Any], indices: Sequence[int], draw: int) -> list[Any]:
         """Return the examples of a draw, each collated alone.
@@ -57,18 +51,16 @@ class Examples:
         Only generators that were seen to be used are seeded for each index. If another one is used, all are made
         again.
         """
-        drawn, made = self._drawn[what], list[Any]()
-        self._seeds.reseed(f"{what}s of draw {draw}")
-        before = generators_apart()
+        drawn, before, made = self._drawn[what], generators_apart(), list[Any]()
         for n, i in enumerate(indices):
-            self._seeds.reseed(f"{what} {i} of draw {draw}", drawn)
+            if drawn:
+                self._seeds.reseed(f"{what} {i} of draw {draw}", drawn)
             made.append(make(n))
-            if n in (0, len(indices) - 1):
-                now = generators_apart()
-                if new := {k for k, state in before.items() if state != now[k]} - drawn:
-                    drawn |= new
-                    return self._each(what, indices, draw, make)
-        return made
+        now = generators_apart()
+        if not (new := {k for k, state in before.items() if state != now[k]} - drawn):
+            return made
+        drawn |= new
+        return self._each(what, indices, draw, make)
 
     def together(self, indices: Sequence[int], purpose: str) -> Any:
         """Return the collator's own batch of several examples. Random numbers are the same each time for one purpose,
@@ -76,27 +68,9 @@ class Examples:
         examples = []
         for i in indices:
             self._seeds.reseed(f"example {i} for {purpose}")
-            examples += self.load([i])
+            examples.append(self.dataset[i])
         self._seeds.reseed(f"a batch for {purpose}")
         return self._collate([_copied(example) for example in examples])
-
-    def load(self, indices: Sequence[int]) -> list[Any]:
-        """Load rows, one at a time. Only a table without a transform loads them together, since no row depends on
-        another there."""
-        if not hasattr(self.dataset, "__getitems__"):
-            return [self.dataset[i] for i in indices]
-        loaded = []
-        for part in [list(indices)] if _is_plain_table(self.dataset) else [[i] for i in indices]:
-            examples = list(self.dataset.__getitems__(part)) if part else []
-            if len(examples) != len(part):
-                raise ValueError(
-                    f"the data set ({type(self.dataset).__name__}) returned {len(examples)} rows instead of "
-                    f"{len(part)}, but each example must be one row, which is clipped by itself. Cut examples into "
-                    "windows (return_overflowing_tokens, stride), or leave some out, before training (datasets.map, "
-                    "datasets.filter), and say with max_examples_per_person how many rows one person may then have."
-                )
-            loaded += examples
-        return loaded
 
     def _alone(self, index: int, example: Any) -> Any:
         try:
@@ -125,12 +99,9 @@ def _is_plain_table(dataset: Any) -> bool:
 
 def _refuse_known_seed(collate: Any) -> None:
     """Raise ValueError if a collator, or one that Trainer wraps, has a seed, which is known to whoever reads it."""
-    while collate is not None:
-        options = collate.keywords if isinstance(collate, functools.partial) else getattr(collate, "__dict__", {})
-        if isinstance(options, Mapping) and isinstance(seed := options.get("seed"), numbers.Integral):
-            raise ValueError(
-                f"the collator {type(collate).__name__} has seed={seed}, and whoever knows its random numbers can "
-                "tell more than epsilon allows. Leave it out (seed=None): it then draws from secret numbers."
-            )
-        inner = [options[name] for name in ("data_collator", "collate") if name in options]
-        collate = collate.func if isinstance(collate, functools.partial) else next(iter(inner), None)
+    collate = getattr(collate, "data_collator", collate)
+    if isinstance(seed := getattr(collate, "seed", None), int):
+        raise ValueError(
+            f"the collator {type(collate).__name__} has seed={seed}, and whoever knows its random numbers can tell "
+            "more than epsilon allows. Leave it out (seed=None): it then draws from secret numbers."
+        )

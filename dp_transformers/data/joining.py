@@ -16,12 +16,12 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from .columns import are_alike, are_same, as_tensor, columns_of, filled, inner, named, size_of, tensors_of
-from .ways_to_join import Column, WaysToJoin, block_of
+from .ways_to_join import Column, WaysToJoin, block_of, refusal
 
 logger = logging.getLogger(__name__)
 
 _TRIES = 16  # pairs that are collated until the padding of a column is known
-_ROWS_TO_LEARN_FROM = (16, 64, 256, 1024)  # of the data set, if those of a draw are not enough
+_ROWS_TO_LEARN_FROM = (0, 16, 64, 256, 1024)  # of the data set, beside those of the draw, until they are enough
 Sizes = dict[str, dict[int, tuple[str, list[int]]]]  # by column and dimension: the side, and the own size of each row
 
 
@@ -66,21 +66,14 @@ class Joiner:
         counts = self._rows_per_example
         if counts and {1} not in counts:
             several = sorted(set.union(*counts))
-            raise ValueError(
-                f"the collator makes {several[-1] if several[0] else 'no'} rows of one example, but each must be one "
-                "row, which is clipped by itself. Cut examples into windows, or leave some out, before training, and "
-                "say with max_examples_per_person how many rows one person may then have."
-            )
+            raise refusal(f"the collator makes {several[-1] if several[0] else 'no'} rows of one example")
         return batch, self._sizes
 
     def _joined(self, path: str, parts: Sequence[Any]) -> Any:
         first = parts[0]
-        if len(kinds := {type(part) for part in parts}) > 1:
-            raise ValueError(
-                f"{named(path)} that the collator returns is a {' or a '.join(sorted(k.__name__ for k in kinds))}, "
-                "depending on the example, so one example would decide what others are given. Let it return the same "
-                "for every example, with a constant for one that has none."
-            )
+        if len(kinds := {*map(type, parts)}) > 1:
+            names = " or a ".join(sorted(kind.__name__ for kind in kinds))
+            raise refusal(f"{named(path)} that the collator returns is a {names}, depending on the example")
         if isinstance(first, torch.Tensor):
             return self._joined_tensors(path, parts)
         if isinstance(first, np.ndarray):
@@ -90,46 +83,49 @@ class Joiner:
         if isinstance(first, PackedSequence):
             self._rows_per_example.append({int(x.batch_sizes[0]) for x in parts})
             return pack_sequence([x.data for x in parts], enforce_sorted=first.sorted_indices is None)
-        counts = {len(part) for part in parts} if isinstance(first, (list, tuple)) else set()
+        counts = {*map(len, parts)} if isinstance(first, (list, tuple)) else set()
         if path in self._ways.lists_of_rows or len(counts) > 1:
             self._rows_per_example.append(counts)
             return type(first)(itertools.chain.from_iterable(parts))
         if columns_of(first) is None:
-            return self._the_same(path, parts)
+            return self._of_the_whole_batch(path, parts)
         columns = [columns_of(part) or {} for part in parts]
         for other in columns:
-            if other.keys() != columns[0].keys():
-                name = sorted(map(str, other.keys() ^ columns[0].keys()))[0]
-                raise ValueError(
-                    f"whether '{name}' is in a batch depends on what examples are in it, so they would decide what is "
-                    "computed for the others. Let the collator return it for every example, with a constant for one "
-                    "that has none, or take physical batches of one row."
-                )
+            if differing := other.keys() ^ columns[0].keys():
+                raise refusal(f"whether '{min(map(str, differing))}' is in a batch depends on what examples are in it")
         return filled(first, {k: self._joined(inner(path, k), [x[k] for x in columns]) for k in columns[0]})
 
-    def _the_same(self, path: str, parts: Sequence[Any]) -> Any:
-        first = parts[0]
-        if path in self._ways.largest and all(map(_is_a_size, parts, self._parts)):
-            return max(parts)
-        if any(part is not first and part != first for part in parts):
-            raise ValueError(
-                _OF_THE_WHOLE_BATCH.format(named(path), "Return a tensor or a list with an entry for each row")
-            )
-        return first
+    def _of_the_whole_batch(self, path: str, parts: Sequence[Any]) -> Any:
+        """Return what all rows share: a number that is the same in all, or their largest size; the largest tensor,
+        which begins, or ends, with those of all rows."""
+        if not isinstance(parts[0], torch.Tensor):
+            of_a_size = path in self._ways.largest and all(map(_is_a_size, parts, self._parts))
+            found = max(parts) if of_a_size else parts[0]
+            if of_a_size or all(part is found or part == found for part in parts):
+                return found
+        else:
+            found = max(parts, key=torch.Tensor.numel)
+            for side in ("right", "left"):
+                sides = dict.fromkeys(range(found.dim()), side)
+                if all(are_same(x, found[block_of(x.shape, found.shape, sides)]) for x in parts):
+                    return found
+        raise refusal(f"{named(path)}, which is for the whole batch and not for each row, differs between examples")
 
     def _joined_tensors(self, path: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        column, parts = self._ways.columns.setdefault(path, Column()), _of_one_type(path, parts)
+        column, shapes = self._ways.columns.setdefault(path, Column()), {(x.dtype, x.shape) for x in parts}
+        if len({(dtype, len(shape)) for dtype, shape in shapes}) > 1:
+            parts = _of_one_type(path, parts)
         if column.rows_in is None:
-            return _of_the_whole_batch(path, parts)
+            return self._of_the_whole_batch(path, parts)
         if column.offsets_of is not None:
             return self._joined_offsets(column.offsets_of, parts)
         rows = [column.rows_of(x) for x in parts]
-        joined = self._padded(path, column, rows) if len({x.shape[1:] for x in rows}) > 1 else torch.cat(rows)
-        counts = {len(x) for x in rows}
+        is_padded = len(shapes) > 1 and len({x.shape[1:] for x in rows}) > 1
+        joined, counts = self._padded(path, column, rows) if is_padded else torch.cat(rows), {x.shape[0] for x in rows}
         if column.by_parts and len(counts) == 1:
             joined, counts = joined.unflatten(0, (len(parts), -1)).transpose(0, 1).flatten(0, 1), {1}
         self._rows_per_example.append(counts)
-        return joined.movedim(0, column.rows_in) if column.rows_in else joined
+        return joined.movedim(0, column.rows_in)
 
     def _padded(self, path: str, column: Column, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in rows), strict=True)]
@@ -137,22 +133,21 @@ class Joiner:
         for d in padded:
             if not column.is_known(d):
                 self._learn(path, d)
-        if not all(map(column.is_known, padded)):
-            raise ValueError(
-                f"{named(path)} of single examples has shapes as {tuple(rows[0].shape[1:])} and "
-                f"{tuple(rows[-1].shape[1:])}, and the collator does not pad them with a constant, or it is not seen "
-                "in two pairs of other rows of the data set, so examples would decide what others are given. Give all "
-                "one size before they are collated, or pad with one number; leave masks of pairs of positions, "
-                "decoder inputs and random lengths to the model or the data set."
-            )
-        if all(len(x) == 1 for x in rows):
-            own = {d: [x.shape[d] for x in rows] for d in padded}
-            self._sizes[path] = {d: (column.sides.get(d, "right"), sizes) for d, sizes in own.items()}
+            if not column.is_known(d):
+                raise refusal(
+                    f"{named(path)} of single examples has shapes as {tuple(rows[0].shape[1:])} and "
+                    f"{tuple(rows[-1].shape[1:])}, and the collator does not pad them with a constant, or it is not "
+                    "seen in two pairs of other rows of the data set"
+                )
+        if all(x.shape[0] == 1 for x in rows):
+            self._sizes[path] = {d: (column.sides.get(d, "right"), [x.shape[d] for x in rows]) for d in padded}
         if column.fill is None:  # by place
-            return _of_the_whole_batch(path, rows).expand(len(rows), *shape).clone()
-        joined = column.fill.to(rows[0]).expand(sum(map(len, rows)), *shape).clone()
-        for x, at in zip(rows, np.cumsum([0, *map(len, rows)]).tolist(), strict=False):
-            joined[at : at + len(x)][block_of(x.shape, (len(x), *shape), column.sides)] = x
+            return self._of_the_whole_batch(path, rows).expand(len(rows), *shape).clone()
+        joined, at = column.fill.to(rows[0]).expand(sum(x.shape[0] for x in rows), *shape).clone(), 0
+        for x in rows:
+            _, *block = block_of(x.shape, joined.shape, column.sides)
+            joined[(slice(at, at + x.shape[0]), *block)] = x
+            at += x.shape[0]
         return joined
 
     def _joined_offsets(self, ids: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -173,7 +168,7 @@ class Joiner:
             return size_of(row) if column is None or x is None else column.rows_of(x).shape[dim]
 
         sizes = {key: size(row) for key, row in self._singles.items()}
-        for count in (0, *_ROWS_TO_LEARN_FROM):
+        for count in _ROWS_TO_LEARN_FROM:
             count = min(count, self._rows)
             keys = {k * self._rows // count for k in range(count)} - sizes.keys()
             sizes |= {key: size(self._together([key], "sizes")) for key in keys}
@@ -192,10 +187,10 @@ class Joiner:
         """Warn if the collator makes a different batch of two examples than the joined one, and draws no numbers."""
         keys = [next(iter(self._singles)), next(reversed(self._singles))]
         singles, again = ([self._together([key], purpose) for key in keys] for purpose in ("one", "again"))
-        if not all(are_alike(dict(tensors_of(x)), dict(tensors_of(y))) for x, y in zip(singles, again, strict=True)):
+        if not all(map(are_alike, singles, again)):
             return
         own, joined = dict(tensors_of(self._together(keys, "one"))), dict(tensors_of(self.join(singles)[0]))
-        differing = [k for k, x in own.items() if k not in joined or not are_alike({k: x}, {k: joined[k]})]
+        differing = [k for k, x in own.items() if k not in joined or not are_alike(x, joined[k])]
         worker = torch.utils.data.get_worker_info()
         if differing and (worker is None or worker.id == 0):
             logger.warning(
@@ -206,26 +201,6 @@ class Joiner:
             )
 
 
-_OF_THE_WHOLE_BATCH = (
-    "{}, which the collator gives for the whole batch and not for each row, differs between examples, so each has a "
-    "say in what is computed for the others. {}."
-)
-
-
-def _of_the_whole_batch(path: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor that all rows share: the largest, which begins, or ends, with those of all rows."""
-    longest = max(parts, key=torch.Tensor.numel)
-    for side in ("right", "left"):
-        sides = dict.fromkeys(range(longest.dim()), side)
-        if all(are_same(x, longest[block_of(x.shape, longest.shape, sides)]) for x in parts):
-            return longest
-    raise ValueError(
-        _OF_THE_WHOLE_BATCH.format(
-            named(path), "Return a tensor with an entry for each row, computed from that row alone"
-        )
-    )
-
-
 def _is_a_size(number: int, single: Any) -> bool:
     """Return True if a number is the length of a tensor in a row."""
     return any(number in x.shape for _, x in tensors_of(single))
@@ -233,13 +208,8 @@ def _is_a_size(number: int, single: Any) -> bool:
 
 def _of_one_type(path: str, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the tensors of a column, empty ones in the type of the others."""
-    if len({(x.dtype, x.dim()) for x in parts}) == 1:
-        return parts
     types = {(x.dtype, x.dim()) for x in parts if x.numel()}
     if len(types) > 1 or len({x.dim() for x in parts}) > 1:
-        raise ValueError(
-            f"of what type {named(path)} is in a batch depends on what examples are in it: "
-            f"{' or '.join(sorted(f'{dtype} of {dim} dimensions' for dtype, dim in types))}. Let the collator make "
-            "one type of all (dtype=..., or the same type in every row of the data set)."
-        )
+        names = " or ".join(sorted(f"{dtype} of {dim} dimensions" for dtype, dim in types))
+        raise refusal(f"of what type {named(path)} is in a batch depends on what examples are in it: {names}")
     return [x.to(dtype) for x in parts for dtype, _ in types]

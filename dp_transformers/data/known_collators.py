@@ -6,6 +6,7 @@ also a subclass of these, gets one example at a time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,29 +29,32 @@ def acts_on_rows_alone(collate: Any) -> bool:
         return False
     from transformers import PreTrainedTokenizerBase
 
-    tokenizer, model = type(collate.tokenizer), getattr(collate, "model", None)
+    tokenizer = type(collate.tokenizer)
     pads_as_usual = all(getattr(tokenizer, f, 0) is getattr(PreTrainedTokenizerBase, f) for f in ("pad", "_pad"))
-    shift = getattr(model, "prepare_decoder_input_ids_from_labels", default_collate)  # of the labels, by the model
-    is_shift_known = shift.__module__.startswith(("transformers.models.", "torch."))
     to_longest = getattr(collate, "padding", True) in (True, "longest") and collate.pad_to_multiple_of is None
-    return pads_as_usual and is_shift_known and to_longest and collate.return_tensors == "pt"
+    return pads_as_usual and to_longest and collate.return_tensors == "pt"
 
 
-def kind_of(example: Any) -> Any:
-    """Return the names and types of the columns of an example. In a batch of examples of one kind each column has one
-    type. None if these collators may make no such column of it."""
-    if isinstance(example, (torch.Tensor, np.ndarray)):
-        return type(example), example.dtype
-    if isinstance(example, (int, float, str, np.generic)):
-        return type(example)
-    if type(example) is list:
-        kinds = {*map(type, example)}
-        return (list, *kinds) if len(kinds) == 1 and kinds <= {int, float, bool} else None
-    is_named = isinstance(example, Mapping)
-    if not is_named and type(example) is not tuple:
-        return None
-    kinds = tuple(map(kind_of, example.values() if is_named else example))
-    return None if None in kinds else (*example, *kinds) if is_named else kinds
+def draws_numbers(collate: Any) -> bool:
+    """Return True for a collator of these that masks tokens at random."""
+    return getattr(_inner(collate), "mlm", False)
+
+
+def are_of_one_kind(column: Sequence[Any]) -> bool:
+    """Return True if these collators make the same columns, each of one type, of any of these examples."""
+    kinds = {*map(type, column)}
+    if len(kinds) != 1:
+        return False
+    (kind,) = kinds
+    if kind is list:
+        return all(column) and {*map(type, itertools.chain(*column))} in ({int}, {float}, {bool})
+    if issubclass(kind, (torch.Tensor, np.ndarray)):
+        return len({x.dtype for x in column}) == 1
+    if kind is tuple:
+        return len({*map(len, column)}) == 1 and all(map(are_of_one_kind, zip(*column, strict=True)))
+    if issubclass(kind, Mapping):
+        return len({*map(tuple, column)}) == 1 and all(are_of_one_kind([x[k] for x in column]) for k in column[0])
+    return issubclass(kind, (int, float, str, np.generic))
 
 
 def sizes_of(collate: Any, examples: Sequence[Any], batch: Any) -> Sizes:

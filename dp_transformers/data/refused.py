@@ -17,30 +17,22 @@ _ROWS, _NUMBERS, _FEWEST = 32, 256, 8  # rows and numbers that are compared; num
 
 def refuse_packed(batch: Any) -> None:
     """Raise ValueError for rows that were packed of several examples before the training."""
-    found = dict(tensors_of(batch))
-    packed = next((name for name, x in found.items() if _is_of_packing(name.rpartition("/")[2], x)), None)
-    if packed is None and not _restarts(found.get("position_ids"), found.get("attention_mask")):
-        return
-    sign = f"the batch has '{packed}'" if packed else "the position_ids of a row start again at 0 in the middle of it"
-    raise ValueError(
-        f"{sign}, as packed rows have. Packing joins several examples in one row, so the norm of a row is not the "
-        "norm of an example. Switch packing, padding_free and flattening collators off, and use one that pads "
-        "(DataCollatorWithPadding, or that of your trainer without packing)."
-    )
-
-
-def _is_of_packing(name: str, column: torch.Tensor) -> bool:
-    """Return True for a packing collator's column, and for the lengths of several texts in a row."""
-    return name in _PACKED or (name == "seq_lengths" and column.dim() == 2 and column.shape[1] > 1)
-
-
-def _restarts(positions_bt: torch.Tensor | None, mask_bt: torch.Tensor | None) -> bool:
-    if positions_bt is None or positions_bt.dim() != 2:
-        return False
-    starts = (positions_bt[:, 1:] == 0) & (positions_bt[:, :-1] > 0)
-    if mask_bt is not None and mask_bt.shape == positions_bt.shape:
-        starts &= (mask_bt[:, 1:] != 0) & (mask_bt[:, :-1] != 0)
-    return bool(starts.any())
+    found = {path.rpartition("/")[2]: x for path, x in tensors_of(batch)}
+    signs = [f"the batch has '{name}'" for name in _PACKED if name in found]
+    if (lengths := found.get("seq_lengths")) is not None and lengths.dim() == 2 and lengths.shape[1] > 1:
+        signs.append("the batch has 'seq_lengths'")
+    positions_bt, mask_bt = found.get("position_ids"), found.get("attention_mask")
+    if positions_bt is not None and positions_bt.dim() == 2:
+        starts_bt = (positions_bt[:, 1:] == 0) & (positions_bt[:, :-1] > 0)
+        if mask_bt is not None and mask_bt.shape == positions_bt.shape:
+            starts_bt &= (mask_bt[:, 1:] != 0) & (mask_bt[:, :-1] != 0)
+        signs += ["the position_ids of a row start again at 0 in the middle of it"] * bool(starts_bt.any())
+    if signs:
+        raise ValueError(
+            f"{signs[0]}, as packed rows have. Packing joins several examples in one row, so the norm of a row is not "
+            "the norm of an example. Switch packing, padding_free and flattening collators off, and use one that pads "
+            "(DataCollatorWithPadding, or that of your trainer without packing)."
+        )
 
 
 # ---- MixUp and CutMix in the loop ----

@@ -8,15 +8,26 @@ collator's and no example's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from .columns import are_same, as_tensor, columns_of, inner, named, size_of
+from .columns import are_same, leaves_of, named, size_of
+
+_Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of two examples alone, and of both together
+
+
+def refusal(what: str) -> ValueError:
+    """Return the error for rows that cannot be joined: what the collator does, and how it can be changed."""
+    return ValueError(
+        f"{what}, so examples would decide what others are given. Each must become one row by itself, with the same "
+        "columns and types as the others, padded with one number: leave out packing, padding_free and flattening, and "
+        "cut windows, masks of pairs of positions and random lengths before the collator (or in the model). A "
+        "constant can stand for what an example does not have."
+    )
 
 
 @dataclass
@@ -55,6 +66,17 @@ class Column:
         x = x.unsqueeze(self.rows_in or 0) if self.is_dropped else x
         return x.movedim(self.rows_in, 0) if self.rows_in else x
 
+    def take(self, path: str, place: _Place, keys: frozenset[int], *, is_certain: bool) -> None:
+        """Record how a pair of examples was padded."""
+        if place.fill is None:
+            return
+        if self.fill is None:
+            self.fill, self.pairs = place.fill, []
+        elif not are_same(self.fill, place.fill):
+            raise refusal(f"the collator pads {named(path)} with other numbers for other examples")
+        self.pairs.append(keys)
+        self.sides = self.sides | place.sides if is_certain else place.sides | self.sides
+
 
 class _Place(NamedTuple):
     """A possible place of the rows of an example in padded ones."""
@@ -82,97 +104,81 @@ class WaysToJoin:
 
     def learn(self, keys: frozenset[int], short: Any, long: Any, pair: Any) -> None:
         """Learn from the batch of two examples, the shorter one first, how the shorter one is padded in it."""
-        triples = self._triples("", short, long, pair)
-        found = {path: (a, b, p) for path, a, b, p in triples if a.layout is torch.strided}
-        for path, (a, b, p) in found.items():
-            if path not in self.columns:
-                self.columns[path] = _kind_of(path, a, b, p, found)
-        columns = {path: self.columns[path] for path in found}
-        padded = {k: found[k] for k, c in columns.items() if c.rows_in is not None and c.offsets_of is None}
-        places = [{k: _places(self.columns[k], a, b, p, i) for k, (a, b, p) in padded.items()} for i in (0, 1)]
-        first, second = (sum(any(x.is_exact for x in found) for found, _ in each.values()) for each in places)
+        found = self._tensors(short, long, pair)
+        for path in found.keys() - self.columns.keys():
+            self.columns[path] = _kind_of(path, found)
+        rows = {
+            path: (column.rows_of(a), column.rows_of(b), p.movedim(column.rows_in or 0, 0))
+            for path, (a, b, p) in found.items()
+            if (column := self.columns[path]).rows_in is not None and column.offsets_of is None
+        }
+        as_first, as_second = ({path: _places(*x, n) for path, x in rows.items()} for n in (0, 1))
+        first, second = (sum(any(y.is_exact for y in x) for x, _ in each.values()) for each in (as_first, as_second))
         self.is_longest_first |= second > first and size_of(short) < size_of(long)
-        own_places = places[second > first]
+        places = as_second if second > first else as_first
+        certain = {path for path, (x, _) in places.items() if sum(place.is_exact for place in x) == 1}
         known_sides: dict[tuple[int, int], str] = {}  # of columns of these sizes
-        for path in sorted(padded, key=lambda path: sum(x.is_exact for x in own_places[path][0]) != 1):
-            column, (a, b, p), (found_places, are_apart) = self.columns[path], padded[path], own_places[path]
-            column.by_parts |= are_apart
-            sizes = [*zip(column.rows_of(a).shape, p.movedim(column.rows_in or 0, 0).shape, strict=True)]
-            if (place := _chosen(found_places, sizes, known_sides)) is not None:
-                _take(path, column, place, keys)
-                if sum(x.is_exact for x in found_places) == 1:
-                    column.sides |= place.sides
-                known_sides |= {sizes[d]: side for d, side in place.sides.items() if sizes[d] not in known_sides}
+        for path in sorted(rows, key=lambda path: path not in certain):
+            column, (a, b, p) = self.columns[path], rows[path]
+            column.by_parts |= places[path][1]
+            sizes = [*zip(a.shape, p.shape, strict=True)]
+            if (place := _chosen(places[path][0], sizes, known_sides)) is not None:
+                column.take(path, place, keys, is_certain=path in certain)
+                known_sides = {sizes[d]: side for d, side in place.sides.items()} | known_sides
             elif len(a) == len(b) == 1 and len(p) == 2 and column.fill is None and are_same(p[0], p[1]):
                 column.pairs.append(keys)  # the numbers of positions
 
-    def _triples(self, path: str, a: Any, b: Any, p: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-        """Yield the tensors that two examples have alone, and together."""
-        if isinstance(a, torch.Tensor) and a.is_nested:
-            raise ValueError(
-                f"{named(path)} is a nested tensor, whose rows cannot be taken one by one. Pad the rows, and return a "
-                "mask that says which positions are an example's own."
-            )
-        if isinstance(a, (torch.Tensor, np.ndarray)):
-            tensors = [x for x in map(as_tensor, (a, b, p)) if x is not None]
-            if len(tensors) == 3:
-                yield path, tensors[0], tensors[1], tensors[2]
-        elif isinstance(a, PackedSequence):
-            self.is_longest_first |= a.sorted_indices is None
-        elif isinstance(a, (list, tuple)) and isinstance(p, (list, tuple)) and len(p) == len(a) + len(b):
-            self.lists_of_rows.add(path)
-        elif type(a) is type(b) is type(p) is int:
-            self.largest |= {path} if a != b and p == max(a, b) else set()
-        else:
-            columns = [columns_of(x) or {} for x in (a, b, p)]
-            for k in columns[0]:
-                if k in columns[1] and k in columns[2]:
-                    yield from self._triples(inner(path, k), *(x[k] for x in columns))
+    def _tensors(self, short: Any, long: Any, pair: Any) -> dict[str, _Triple]:
+        """Return the tensors that two examples have alone, and together, by path. Learn of what is no tensor."""
+        alone, other, both = (dict(leaves_of(x, with_lists=True)) for x in (short, long, pair))
+        found = {}
+        for path in (path for path in alone if path in other and path in both):
+            a, b, p = alone[path], other[path], both[path]
+            if isinstance(a, PackedSequence):
+                self.is_longest_first |= a.sorted_indices is None
+            elif type(a) is type(b) is type(p) is int:
+                self.largest |= {path} if a != b and p == max(a, b) else set()
+            elif isinstance(a, (list, tuple)):
+                self.lists_of_rows |= {path} if len(p) == len(a) + len(b) else set()
+            elif isinstance(a, torch.Tensor) and a.is_nested:
+                raise refusal(f"{named(path)} is a nested tensor, whose rows have no mask that says what is padding")
+            elif all(isinstance(x, torch.Tensor) and x.layout is torch.strided for x in (a, b, p)):
+                found[path] = a, b, p
+        return found
 
 
-def _kind_of(path: str, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, found: Mapping[str, Any]) -> Column:
+def _kind_of(path: str, found: Mapping[str, _Triple]) -> Column:
     """Return how a tensor of two examples, a and b alone and p together, is joined, without its padding."""
+    a, b, p = found[path]
     if p.dim() == a.dim() + 1 and 2 in p.shape[:2]:
         return Column(int(p.shape[0] != 2), is_dropped=True)
     if not a.dim() or p.dim() != a.dim():
         return Column(None)
-    if (ids := _ids_of_offsets(path, a, b, p, found)) is not None:
-        return Column(offsets_of=ids)
+    for other, (ids, _, all_ids) in found.items():
+        if ids.dim() == 1 and other != path and len(all_ids) > len(ids) > 0 and _are_offsets(a, b, p, len(ids)):
+            return Column(offsets_of=other)
     if len(p) == len(a) + len(b):
         return Column()
     if p.dim() > 1 and p.shape[1] == 2 and a.shape[1] == b.shape[1] == 1:
         return Column(1)
     if p.dim() > 1 and len(a) == len(b) == len(p) == 1 and p.shape[1] == a.shape[1] + b.shape[1] > 2:
-        raise ValueError(
-            f"the collator made one row of 2 examples ({named(path)}), so the norm of a row is not the norm of an "
-            "example. Switch packing, padding_free and flattening collators off, and use one that pads "
-            "(DataCollatorWithPadding, or that of your trainer without packing)."
-        )
+        raise refusal(f"the collator made one row of 2 examples ({named(path)})")
     return Column(None)
 
 
-def _ids_of_offsets(
-    path: str, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, found: Mapping[str, Any]
-) -> str | None:
-    """Return the column that these are offsets of: the numbers of the second example continue at the end of the first
-    one's ids."""
+def _are_offsets(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, end: int) -> bool:
+    """Return True if the numbers of the second example continue at the end of the first one's ids."""
     if a.dim() != 1 or a.is_floating_point() or not len(b) or len(p) not in (2, 3) or bool(a[0] != 0):
-        return None
-    ends = b if len(p) == 2 else b[1:]
-    for other, (ids, _, all_ids) in found.items():
-        is_flat = other != path and ids.dim() == 1 and len(all_ids) > len(ids) > 0
-        if is_flat and are_same(p, torch.cat([a, ends + len(ids)])):
-            return other
-    return None
+        return False
+    return are_same(p, torch.cat([a, (b if len(p) == 2 else b[1:]) + end]))
 
 
 # ---- how a column is padded ----
 
 
-def _places(column: Column, a: torch.Tensor, b: torch.Tensor, p: torch.Tensor, row: int) -> tuple[list[_Place], bool]:
+def _places(own: torch.Tensor, other: torch.Tensor, p: torch.Tensor, row: int) -> tuple[list[_Place], bool]:
     """Return the possible places of the first of two examples in a batch of both, as its first (``row`` 0) or second
     one; and True if its rows are apart there."""
-    own, other, p = column.rows_of(a), column.rows_of(b), p.movedim(column.rows_in or 0, 0)
     places = _places_in(own, p[len(p) - len(own) :] if row else p[: len(own)])
     if len(own) == len(other) > 1 and not any(place.is_exact for place in places):
         apart = _places_in(own, p[row::2])
@@ -189,15 +195,14 @@ def _places_in(own: torch.Tensor, rows: torch.Tensor) -> list[_Place]:
     if not dims or not rows.numel():
         return [_Place({}, None, are_same(rows, own))]
     found = []
-    for sides in itertools.product(("right", "left"), repeat=len(dims)):
-        block, corner = block_of(own.shape, rows.shape, dict(zip(dims, sides, strict=True))), rows[:1]
-        for d, side in zip(dims, sides, strict=True):
+    for chosen in itertools.product(("right", "left"), repeat=len(dims)):
+        sides, corner = dict(zip(dims, chosen, strict=True)), rows[:1]
+        for d, side in sides.items():
             corner = corner.narrow(d, rows.shape[d] - 1 if side == "right" else 0, 1)
-        made = corner.expand_as(rows).clone()
+        block, made = block_of(own.shape, rows.shape, sides), corner.expand_as(rows).clone()
         made[block] = rows[block]
         if are_same(made, rows):
-            fill = _constant(corner)
-            found.append(_Place(dict(zip(dims, sides, strict=True)), fill, are_same(rows[block], own)))
+            found.append(_Place(sides, _constant(corner), are_same(rows[block], own)))
     return found
 
 
@@ -224,19 +229,3 @@ def _chosen(places: Sequence[_Place], sizes: Sequence[tuple[int, int]], known_si
 
     exact = [place for place in places if place.is_exact]
     return max(exact or [place for place in places if fits(place) == len(place.sides)], key=fits, default=None)
-
-
-def _take(path: str, column: Column, place: _Place, keys: frozenset[int]) -> None:
-    """Record how a column is padded."""
-    if place.fill is None:
-        return
-    if column.fill is None:
-        column.fill, column.pairs = place.fill, []
-    elif not are_same(column.fill, place.fill):
-        raise ValueError(
-            f"the collator pads {named(path)} with other numbers for other examples, so some of them would decide "
-            "what others are padded with. Pad with one number."
-        )
-    column.pairs.append(keys)
-    for d, side in place.sides.items():
-        column.sides.setdefault(d, side)
