@@ -1,8 +1,7 @@
-"""ε and σ of fifty settings, and what a run of an earlier version left behind; tests/test_pins.py compares with both.
+"""ε and σ of fifty settings; tests/test_pins.py compares with them.
 
 `PYTHONPATH=. python tests/privacy_pins.py --write` writes tests/privacy_pins.json from the code as it is. Do that only
-for a change that is meant to change ε or σ, and say so where you commit it. tests/version_1.json is what version 1 of
-the ledger and of checkpoints looks like; it was written once and is never written anew.
+for a change that is meant to change ε or σ, and say so where you commit it.
 """
 
 from __future__ import annotations

@@ -94,11 +94,6 @@ def _print(found: Report) -> None:
     for folder in found.folders:
         if folder.signed_by:
             typer.echo(f"\nsignature of '{folder.path}': {folder.signature}")
-    if found.unchained_lines:
-        typer.echo(
-            f"\n{found.unchained_lines} lines of the ledger are of an earlier release, which did not chain them: a "
-            "change in them would not show."
-        )
 
 
 def _print_table(found: Report) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..clipping import PerExampleClipper
@@ -25,6 +27,8 @@ from ..step.step import PrivateStep
 from .loader import PrivateLoader
 
 SIGNATURE = "private_training"  # the key in the optimizer's state that names the engine which counts its steps
+# by the id of the model, which its loop keeps alive
+_ATTACHED: WeakValueDictionary[int, PrivateLoop] = WeakValueDictionary()
 
 
 class PrivateLoop:
@@ -61,6 +65,12 @@ class PrivateLoop:
             optimizer.register_load_state_dict_pre_hook(self._require_own),
         ]
         self._show_parameters(0)
+        _ATTACHED[id(self.clipper.model)] = self
+
+    @staticmethod
+    def of(model: nn.Module) -> PrivateLoop | None:
+        """Return the loop that ``model`` is attached to, whoever still knows its engine; None if there is none."""
+        return _ATTACHED.get(id(model))
 
     @property
     def clipper(self) -> PerExampleClipper:
@@ -125,6 +135,7 @@ class PrivateLoop:
                 other error is on its way.
         """
         unfinished = self.step.order.is_unfinished
+        _ATTACHED.pop(id(self.clipper.model), None)
         self.step.close()
         self.run.unfinished += unfinished
         self.clipper.detach()
@@ -183,13 +194,11 @@ class PrivateLoop:
         if self.step.order.is_unfinished:  # its examples would meet two models
             self._drop_draw()
         executed = [
-            Counter({StepParameters(*step): count for *step, count in segment})
-            for segment in saved.get("executed", ())
+            Counter({StepParameters(*step): count for *step, count in segment}) for segment in saved["executed"]
         ]
-        executed = executed or [Counter({state.mechanism.at(0): int(saved["steps"])})]  # of version 1
         state = replace(state, mechanism=self.run.mechanism)  # its steps are those planned now
         self.run.resume(state, executed, is_own=saved.get("saved_by") == self._writer, facts=saved)
-        next_step = int(saved.get("next_step", saved["steps"]))
+        next_step = int(saved["next_step"])
         self.run.agree(steps=self.run.steps, next_step=next_step)
         self.loader.start_at(next_step)
         self._settings = (-1, {})  # the number of its first draw may be that of the last one here

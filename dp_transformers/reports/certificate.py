@@ -143,7 +143,7 @@ def build(
         )
     size, digest = ledger.digest()
     chain = ledger.chain()
-    lines = {"lines": chain.lines, "unchained_lines": chain.unchained, "bytes": size, "sha256": digest}
+    lines = {"lines": chain.lines, "bytes": size, "sha256": digest}
     return {
         "schema": SCHEMA,
         "version": VERSION,

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..step.ledger import Chain, Ledger
+from ..step.ledger import Ledger
 from .certificate import CERTIFICATE_NAME, CertificateError, build, disagreements, read, summary, unfinished_draws
 from .recompute import (
     PrivacyCurve,
@@ -43,7 +43,6 @@ class Folder:
     path: Path
     runs: tuple[RecordedRun, ...]
     faults: tuple[str, ...]
-    chain: Chain
     delta: float | None = None
     signed_by: str | None = None
     wanted: str | None = None
@@ -94,7 +93,7 @@ def look(path: str | os.PathLike, public_key: str | None = None) -> Folder:
     except SignatureError as error:
         faults.append(str(error))
     runs = _runs(path, unfinished)
-    return Folder(path, tuple(runs), tuple(faults), Ledger(path).chain(), delta, signed_by, wanted)
+    return Folder(path, tuple(runs), tuple(faults), delta, signed_by, wanted)
 
 
 def _runs(path: Path, unfinished: Mapping[str, int]) -> list[RecordedRun]:
@@ -154,11 +153,6 @@ class Report:
     def not_signed(self) -> list[str]:
         """Sentences on folders without the required signature."""
         return [folder.not_signed for folder in self.folders if folder.not_signed]
-
-    @property
-    def unchained_lines(self) -> int:
-        """Number of lines of an earlier release, in which a change would not show."""
-        return sum(folder.chain.unchained for folder in self.folders)
 
     @cached_property
     def certificate(self) -> dict[str, Any]:
@@ -221,7 +215,6 @@ class Report:
             "agrees": not self.faults,
             "guarantee": self.guarantee,
             "faults": self.faults,
-            "unchained_lines": self.unchained_lines,
             "signed_by": [folder.signed_by for folder in self.folders],
             "not_signed": self.not_signed,
             **numbers,

@@ -19,10 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..mechanism.clipping_functions import FlatClipping
 from ..mechanism.mechanism import Mechanism
-from ..mechanism.noise import IndependentNoise
-from ..mechanism.sampling import PoissonSampling
 from .ledger import VERSION, PrivacyStateError, flush_to_disk
 
 STATE_NAME = "privacy_state.json"
@@ -47,18 +44,17 @@ class PrivacyState:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PrivacyState:
-        """Read the state that :meth:`to_dict` wrote, in this version or an earlier one. Other keys are ignored.
+        """Read the state that :meth:`to_dict` wrote. Other keys are ignored.
 
         Raises:
             KeyError, TypeError, ValueError: it cannot be read.
         """
-        if (version := data.get("version", 1)) not in (1, VERSION):
+        if data["version"] != VERSION:
             raise ValueError(
-                f"the privacy state is of version {version!r}, which a later release of dp_transformers wrote, and "
-                f"this one reads 1 to {VERSION}: install that release to go on from it"
+                f"the privacy state is of version {data['version']!r}, and this release of dp_transformers reads "
+                f"{VERSION}: install the one that wrote it, to go on from it"
             )
-        mechanism = _mechanism_of_version_1(data) if version == 1 else Mechanism.from_dict(data["mechanism"])
-        return cls(data["run_id"], mechanism, data["delta"], data["target_epsilon"])
+        return cls(data["run_id"], Mechanism.from_dict(data["mechanism"]), data["delta"], data["target_epsilon"])
 
     @staticmethod
     def new_run_id() -> str:
@@ -157,20 +153,6 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
-
-
-def _mechanism_of_version_1(data: Mapping[str, Any]) -> Mechanism:
-    """Read version 1, which had one kind of each part, and neither steps nor unit."""
-    if data["sampling"] != PoissonSampling.kind:
-        raise ValueError(
-            f"the privacy state is of version 1, which knows sampling {PoissonSampling.kind!r} alone, but has "
-            f"{data['sampling']!r}: it was not written by dp_transformers; take another checkpoint"
-        )
-    return Mechanism(
-        sampling=PoissonSampling(data["num_examples"], data["expected_batch_size"]),
-        clipping=FlatClipping(data["max_grad_norm"]),
-        noise=IndependentNoise(data["noise_multiplier"]),
-    )
 
 
 def find_checkpoint(output_dir: str | os.PathLike) -> str:

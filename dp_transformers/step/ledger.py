@@ -32,9 +32,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LEDGER_NAME = "privacy_ledger.jsonl"
-VERSION = (
-    2  # of ledger and privacy state; version 1 has a mechanism number by number, and no numbers in lines of steps
-)
+VERSION = 2  # of ledger and privacy state
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +46,11 @@ class Chain(NamedTuple):
 
     Attributes:
         lines: The number of lines of the file.
-        unchained: The number of lines at its beginning without a digest, as earlier releases wrote them.
         broken_at: The first line, from 1 on, with a digest that is not that of the lines before it; None if there is
             none.
     """
 
     lines: int
-    unchained: int
     broken_at: int | None
 
 
@@ -90,11 +86,8 @@ class Ledger:
         return sum(segment.total() for segment in self.segments(run_id))
 
     def segments(self, run_id: str) -> list[Counter[StepParameters | None]]:
-        """Return the parameters of a run's steps, in one counter for each time that it began or went on; None if a
-        line has none.
-
-        A torn line may have been a step, of the run that wrote the line before; of any if there is none.
-        """
+        """Return the parameters of a run's steps, in one counter for each time that it began or went on; None for a
+        torn line, which may have been a step of the run that wrote the line before; of any if there is none."""
         segments: list[Counter[StepParameters | None]] = [Counter()]
         for writer, entry in self._lines():
             if writer not in (run_id, None):
@@ -123,17 +116,14 @@ class Ledger:
 
         A torn line, which a killed process left, needs no digest. The next line's digest covers it.
         """
-        before, lines, unchained = hashlib.sha256(), 0, 0
+        before, lines = hashlib.sha256(), 0
         with self._reader() as file:
             for lines, line in enumerate(file, start=1):
                 entry = _parsed(line)
-                recorded = None if entry is None else entry.get("before")
-                if recorded is None and unchained == lines - 1:
-                    unchained = lines
-                elif entry is not None and recorded != before.hexdigest():
-                    return Chain(lines + sum(1 for _ in file), unchained, lines)
+                if entry is not None and entry.get("before") != before.hexdigest():
+                    return Chain(lines + sum(1 for _ in file), lines)
                 before.update(line)
-        return Chain(lines, unchained, None)
+        return Chain(lines, None)
 
     def digest(self, size: int | None = None) -> tuple[int, str]:
         """Return the size of the file, or of its beginning of ``size`` bytes at most, and the SHA-256 of that."""
@@ -241,17 +231,14 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     """Return the content of a line with the id of a run; None if it is torn."""
     try:
         entry = json.loads(line)
-        return entry if entry["run"] is not None else None
+        is_whole = "step" not in entry or all(name in entry for name in StepParameters._fields)
+        return entry if is_whole and entry["run"] is not None else None
     except (ValueError, TypeError, KeyError):
         return None
 
 
-def _parameters(entry: Mapping[str, Any]) -> StepParameters | None:
-    """Return the parameters in a step's line; None in version 1."""
-    try:
-        return StepParameters(*(entry[name] for name in StepParameters._fields))
-    except KeyError:
-        return None
+def _parameters(entry: Mapping[str, Any]) -> StepParameters:
+    return StepParameters(*(entry[name] for name in StepParameters._fields))
 
 
 _OPEN: weakref.WeakSet[Ledger] = weakref.WeakSet()

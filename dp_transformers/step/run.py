@@ -375,7 +375,7 @@ def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, An
     lines that began the run are compared, since the line of a step holds the noise of its gradient alone."""
     now = mechanism.to_dict()["releases"]
     for line in beginnings:
-        if (before := line.get("mechanism", {}).get("releases", [])) != now:
+        if (before := line["mechanism"]["releases"]) != now:
             raise PrivacyStateError(
                 f"the ledger says that this run released {before} besides gradients, and the checkpoint says {now}: "
                 "one of the two was changed. Restore it from a backup, or start a new run without this checkpoint."
@@ -383,8 +383,8 @@ def _require_releases(mechanism: Mechanism, beginnings: Iterable[Mapping[str, An
 
 
 def _rows(facts: Mapping[str, Any]) -> int:
-    """Return the rows of one person by a checkpoint or a line of the ledger; 1 for version 1, which has no number."""
-    return facts.get("mechanism", {}).get("unit", {}).get("max_examples_per_person", 1)
+    """Return the rows of one person by a checkpoint or a line of the ledger."""
+    return facts["mechanism"]["unit"]["max_examples_per_person"]
 
 
 def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:

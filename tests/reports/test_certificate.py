@@ -47,7 +47,7 @@ def test_an_honest_run(tmp_path):
     assert run["mechanism"] == mechanism().to_dict() and run["num_examples"] == 1000 and run["data"] == DATA
     assert run["software"]["torch"] == "2.13.0" and run["also_released"][0]["covered"] is False
     size, digest = Ledger(tmp_path).digest()
-    assert said["ledger"] == {"file": LEDGER_NAME, "lines": 21, "unchained_lines": 0, "bytes": size, "sha256": digest}
+    assert said["ledger"] == {"file": LEDGER_NAME, "lines": 21, "bytes": size, "sha256": digest}
 
 
 def test_two_runs_in_one_folder_add_up(tmp_path):

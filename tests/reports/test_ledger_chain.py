@@ -32,7 +32,7 @@ def chain_of(path):
 
 
 def test_an_honest_ledger_is_whole(path):
-    assert chain_of(path) == Chain(lines=6, unchained=0, broken_at=None)
+    assert chain_of(path) == Chain(lines=6, broken_at=None)
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines):
         assert json.loads(line)["before"] == hashlib.sha256(b"".join(lines[:number])).hexdigest()
@@ -71,20 +71,10 @@ def test_a_line_put_in_shows(path, number, of_an_earlier_release):
 def test_a_kill_in_the_middle_of_a_line_breaks_nothing(path, torn):
     with open(path, "ab") as file:
         file.write(torn)
-    assert chain_of(path) == Chain(7, 0, None)
+    assert chain_of(path) == Chain(7, None)
     with writing(path.parent) as ledger:
         ledger.add_step("b2", 3, USED)
-    assert chain_of(path) == Chain(8, 0, None)
-
-
-def test_lines_of_an_earlier_release_are_read_and_said_to_be_unchained(tmp_path):
-    old = json.dumps({"run": "a1", "step": 1}).encode() + b"\n"
-    (tmp_path / LEDGER_NAME).write_bytes(old * 2)
-    with writing(tmp_path) as ledger:
-        ledger.add_step("a1", 3, USED)
-    assert ledger.chain() == Chain(3, 2, None) and ledger.steps("a1") == 3
-    (tmp_path / LEDGER_NAME).write_bytes(ledger.path.read_bytes().replace(b'"step": 1', b'"step": 2', 1))
-    assert ledger.chain().broken_at == 3, "they are chained from the first line on that a later release adds"
+    assert chain_of(path) == Chain(8, None)
 
 
 def test_what_is_cut_off_at_the_end_shows_by_the_digest_alone(path):
