@@ -589,7 +589,7 @@ def test_other_refusals():
     engine = PrivacyEngine()
     common = {"module": model, "optimizer": optimizer, "noise_multiplier": 1.0, "max_grad_norm": 1.0}
     with pytest.raises(ValueError, match="make_private"):
-        engine.detach()
+        engine.detach(model)
     with pytest.raises(ValueError, match="DataLoader"):
         engine.make_private(**common, data_loader=[1, 2])
     engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
@@ -597,6 +597,26 @@ def test_other_refusals():
         engine.make_private(**common, data_loader=DataLoader(make_data(), batch_size=4))
     engine.detach()
     assert not model._forward_hooks and not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_notebook_cell_that_runs_twice(caplog):
+    model, loader, criterion = Net(), DataLoader(make_data(), batch_size=10), nn.CrossEntropyLoss()
+    for run in range(3):
+        engine, optimizer = PrivacyEngine(), sgd(model.parameters())
+        model, optimizer, criterion, loader = engine.make_private(
+            module=model, optimizer=optimizer, data_loader=loader, criterion=criterion, noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+        assert caplog.text.count("took no step is taken off") == run
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+    assert engine.get_epsilon(1e-3) == compute_epsilon(1.0, 10 / N, 4, 1e-3)
+    with pytest.raises(ValueError, match=r"took 4 steps is attached.*engine.detach\(model\)"):
+        make(model)
+    PrivacyEngine().detach(model)
+    train(*make(model)[1:])
 
 
 def test_the_clipper_of_a_private_loop_adds_to_its_sums():

@@ -39,7 +39,7 @@ def test_expected_batch_size_is_folded_once(tmp_path):
         ({"target_delta": None}, "For evaluation alone use Trainer with TrainingArguments"),
         ({"target_delta": 1.5}, "target_delta"),
         ({"target_epsilon": None}, "got neither"),
-        ({"noise_multiplier": 1.0}, "got both"),
+        ({"target_delta": "auto"}, "got 'auto'. It is never chosen for you"),
         ({"target_epsilon": -1.0}, "positive finite"),
         ({"target_epsilon": float("inf")}, "positive finite"),
         ({"target_epsilon": None, "noise_multiplier": -1.0}, "at least 0"),

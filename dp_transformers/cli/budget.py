@@ -54,7 +54,7 @@ def budget(
     """Compute the cost of a private training.
 
     Give all but one of --epsilon, --sigma, --batch and --epochs (or --steps): the one left out is the answer. Nothing
-    is trained, and no data is read.
+    is trained, and no data is read. The flags of trainings (--noise_multiplier, --max_steps, ...) are taken too.
     """
     from .planning import Setting, default_delta, find
 

@@ -21,7 +21,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-either_spelling = {"token_normalize_func": lambda flag: flag.replace("_", "-")}  # as recipes take both
+# as recipes take both, and their own names of what `budget` computes
+_BY_RECIPES = {
+    "noise-multiplier": "sigma", "target-epsilon": "epsilon", "target-delta": "delta", "expected-batch-size": "batch",
+    "num-train-epochs": "epochs", "max-steps": "steps",
+}  # fmt: skip
+
+
+def _either_spelling(flag: str) -> str:
+    flag = flag.replace("_", "-")
+    return _BY_RECIPES.get(flag, flag)
+
+
+either_spelling = {"token_normalize_func": _either_spelling}
 
 
 def _show_version(is_asked: bool) -> None:

@@ -49,18 +49,18 @@ class PrivateCriterion:
                 "engine.backward(losses), without criterion."
             )
         step.clipper.watch("criterion", criterion)
-        vars(self).update(reduction=reduction, _given=criterion, _step=step, _clipper=step.clipper)
+        vars(self).update(reduction=reduction, given=criterion, _step=step, _clipper=step.clipper)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_given" not in vars(self):
+        if name.startswith("__") or "given" not in vars(self):
             raise AttributeError(name)
-        value = getattr(self._given, name)
+        value = getattr(self.given, name)
         if not isinstance(value, types.MethodType):
             return value
 
         def method(*args: Any, **kwargs: Any) -> Any:
             returned = value(*args, **kwargs)
-            return self if returned is self._given else returned
+            return self if returned is self.given else returned
 
         return method
 
@@ -70,7 +70,7 @@ class PrivateCriterion:
                 f"'{name}' of a private criterion cannot be set. Set the reduction of the criterion before "
                 "make_private, which returns another one."
             )
-        setattr(self._given, name, value)
+        setattr(self.given, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         losses_b = self._by_example(self._each(args, kwargs), args, kwargs)
@@ -84,7 +84,7 @@ class PrivateCriterion:
 
     def _each(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Return the losses without a reduction, by a copy of the criterion."""
-        criterion = copy.copy(self._given)
+        criterion = copy.copy(self.given)
         criterion.reduction = "none"
         return criterion(*args, **kwargs)
 
@@ -100,10 +100,10 @@ class PrivateCriterion:
             return losses_b
         warn_once(
             logger,
-            type(self._given),
+            type(self.given),
             "%s gives losses of positions: those of an example are averaged by themselves, and then the examples. "
             "torch's mean over all positions of a batch would let a long example weigh more than others.",
-            type(self._given).__name__,
+            type(self.given).__name__,
         )
         return losses_b / counted.flatten(1).sum(1).clamp(min=1)
 
@@ -138,7 +138,7 @@ class PrivateCriterion:
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Return True for each loss that counts in a mean: all without those of the criterion's ``ignore_index``."""
         target = kwargs.get("target", args[1] if len(args) > 1 else None)
-        ignored = getattr(self._given, "ignore_index", None)
+        ignored = getattr(self.given, "ignore_index", None)
         if ignored is None or not isinstance(target, torch.Tensor) or target.shape != each.shape:
             return torch.ones_like(each, dtype=torch.bool)
         return target != ignored

@@ -29,7 +29,7 @@ from ..step.startup_message import describe, size_of, warnings
 from .checkpoints import go_on_from, save, state_of
 from .criterion import check_reduction
 from .loop import PrivateLoop
-from .opacus_names import OfOpacus, refuse_unknown
+from .opacus_names import MADE_PRIVATE, OfOpacus, refuse_unknown
 from .plain_loop import LoopOptions, PlainLoop
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class SpentSteps:
         return self._engine.get_epsilon(delta)
 
     epsilon = get_epsilon
+    get_privacy_spent = OfOpacus("take engine.get_epsilon(delta)")
 
 
 class PrivacyEngine:
@@ -109,17 +110,20 @@ class PrivacyEngine:
 
     get_compatible_module = OfOpacus("take ModuleValidator.fix(model)")
     is_compatible = OfOpacus("take ModuleValidator.is_valid(model)")
+    get_privacy_spent = OfOpacus("take engine.get_epsilon(delta)")
+    attach = OfOpacus(MADE_PRIVATE)
 
     def __init__(
         self,
-        *,
+        *positional: Any,
         accountant: str | Accountant = "pld",
         secure_rng: bool = False,
         ledger_dir: str | os.PathLike | None = None,
         dp_seed: int | None = None,
         **unknown: Any,
     ):
-        refuse_unknown(unknown, "PrivacyEngine", ("accountant", "secure_rng", "ledger_dir", "dp_seed"))
+        names = ["module"] if positional else [*unknown]
+        refuse_unknown(names, "PrivacyEngine", ("accountant", "secure_rng", "ledger_dir", "dp_seed"))
         check_noise_source(dp_seed=dp_seed, secure=secure_rng)
         self._accountant, self.accountant = check_accountant(accountant), SpentSteps(self)
         self._dp_seed, self._secure = dp_seed, secure_rng
@@ -485,15 +489,18 @@ class PrivacyEngine:
         loop = self._made_private()
         go_on_from(state, "the state", loop, loop.clipper.model, loop.optimizer)
 
-    def detach(self) -> None:
+    def detach(self, module: nn.Module | None = None) -> None:
         """Take every hook off the model and the optimizer, which are then ordinary ones again, and close the ledger.
         What was spent stays counted.
+
+        Args:
+            module: The model whose engine is meant, if it is another one than this: a notebook may have lost its name.
 
         Raises:
             ValueError: a draw is unfinished. The hooks are removed nevertheless, and the clipped sums, which have no
                 noise, are dropped.
         """
-        self._made_private().detach()
+        ((PrivateLoop.of(module) if module is not None else None) or self._made_private()).detach()
 
     def _made_private(self) -> PrivateLoop:
         if self._loop is None:

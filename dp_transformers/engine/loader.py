@@ -84,6 +84,7 @@ class PrivateLoader:
         max_physical_batch_size: The size of the largest physical batch; None for no limit.
 
     Attributes:
+        given: The DataLoader of ``make_private``.
         sample_rate: q, the probability of each example to be in a draw.
         expected_batch_size: The average number of examples in a draw, q · N.
         steps_per_epoch: The number of draws in one pass, ``round(1 / q)``.
@@ -92,7 +93,7 @@ class PrivateLoader:
     def __init__(self, draws: DataLoader, step: PrivateStep, given: DataLoader, max_physical_batch_size: int | None):
         self._draws, self._step, self._sampler = draws, step, cast(DrawSampler, draws.batch_sampler)
         sampling = self._sampler.sampling
-        self.dataset, self.collate_fn = given.dataset, given.collate_fn
+        self.given, self.dataset, self.collate_fn = given, given.dataset, given.collate_fn
         self.max_physical_batch_size = max_physical_batch_size
         self.batch_size = self.expected_batch_size = sampling.expected_batch_size
         self.sample_rate, self.steps_per_epoch = sampling.sample_rate, self._sampler.steps_per_epoch
@@ -145,10 +146,6 @@ def require_same_data(loader: DataLoader, sampling: Sampling) -> None:
 def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:
     """Raise ValueError for a loader with data that Poisson sampling cannot draw from, that do not fit ``delta``, or
     that have a stored row more than ``max_examples_per_person`` times."""
-    if isinstance(loader, PrivateLoader):
-        raise ValueError(
-            "data_loader is the private loader of an earlier make_private: hand over your own DataLoader."
-        )
     if not isinstance(loader, DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
     if loader.batch_size is None:

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NoReturn
 
+MADE_PRIVATE = (
+    "write model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, ...)"
+)
 _ARGUMENTS = {
     "alphas": "leave it out: the accountant 'rdp' has orders of its own",
     "batch_size": "the DataLoader's batch size is taken",
     "grad_sample_mode": "take clipping_mode: 'book_keeping' (the default) or 'per_sample' for 'hooks', 'functorch' "
     "and 'ew', 'ghost' with criterion= for 'ghost'; FSDP2 needs no mode of its own",
+    "max_grad_norm": f"{MADE_PRIVATE}, which takes it",
     "max_grad_norms": "take mechanism=Mechanism(clipping=PerLayerClipping(...))",
+    "module": MADE_PRIVATE,
     "noise_generator": "leave it out: noise comes from a secret. PrivacyEngine(dp_seed=...) repeats it in tests",
+    "noise_multiplier": f"{MADE_PRIVATE}, which takes it",
     "noise_seed": "leave it out: noise comes from a secret. PrivacyEngine(dp_seed=...) repeats it in tests",
     "normalize_clipping": "take mechanism=Mechanism(clipping=NormalisedClipping(...))",
     "rand_on_empty": "leave it out: an empty draw comes as one row of weight 0",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
@@ -28,6 +29,8 @@ from ..step.step import PrivateStep
 from .criterion import REDUCTIONS, PrivateCriterion
 from .loader import PrivateLoader, check_loader, draws_of, sampling_of
 from .loop import PrivateLoop
+
+logger = logging.getLogger(__name__)
 
 
 class LoopOptions(TypedDict, total=False):
@@ -69,6 +72,12 @@ class PlainLoop:
     self_check: bool = True
     loss_bound: float | None = None
     loss_noise_factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Take the loader and the criterion behind private ones, which a notebook has in a cell that runs twice."""
+        for name in ("data_loader", "criterion"):
+            if isinstance(private := getattr(self, name), (PrivateLoader, PrivateCriterion)):
+                object.__setattr__(self, name, private.given)
 
     @property
     def sampling(self) -> PoissonSampling:
@@ -116,7 +125,7 @@ class PlainLoop:
         require_clipping_function(self.clipping)
         if self.loss_reduction not in (*REDUCTIONS, "none"):
             raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {self.loss_reduction!r}.")
-        refuse_attached(self.module)
+        _take_over(self.module)
         if not self.module.training:
             raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
         validate_model(self.module)
@@ -197,3 +206,20 @@ class PlainLoop:
                 "the loss is to be released, but loss.backward() hands over one loss for the batch. Give make_private "
                 "a criterion, or loss_reduction='none' and call engine.backward(losses) with losses of shape (B,)."
             )
+
+
+def _take_over(model: nn.Module) -> None:
+    """Take off an earlier engine of ``model`` that was given no draw, as that of a notebook's cell which runs again.
+
+    Raises:
+        ValueError: it has begun to train, or a clipper or a trainer is attached.
+    """
+    if (loop := PrivateLoop.of(model)) is not None:
+        if loop.step.number >= 0:
+            raise ValueError(
+                f"an engine that took {loop.run.steps} steps is attached to this model: go on with it, or call "
+                "engine.detach(model) of any engine and then make_private again. What both spend adds up."
+            )
+        loop.detach()
+        logger.warning("an engine that was attached to this model and took no step is taken off it.")
+    refuse_attached(model)

@@ -58,14 +58,14 @@ class DPTrainingArguments(TrainingArguments):
     > Parameters that control the privacy
 
         target_epsilon (`float`, *optional*):
-            The privacy budget ε of the whole training. The noise is calibrated to it, and training stops before the
-            step that would exceed it. Give either this or `noise_multiplier`.
+            The privacy budget ε of the whole training. The noise is calibrated to it, unless `noise_multiplier` is
+            given as well, and training stops before the step that would exceed it.
         target_delta (`float`):
             The δ of (ε, δ)-differential privacy: a probability, which must be given and smaller than 1/N for N
             training examples; 1e-6 is common.
         noise_multiplier (`float`, *optional*):
-            The standard deviation σ of the noise on the sum of clipped gradients, in units of `max_grad_norm`. Give it
-            instead of `target_epsilon` to choose the noise yourself; 0 trains without privacy.
+            The standard deviation σ of the noise on the sum of clipped gradients, in units of `max_grad_norm`, to
+            choose the noise yourself; 0 trains without privacy.
         expected_batch_size (`int`, *optional*):
             The number of examples that a step takes on average, over all processes. Defaults to
             `per_device_train_batch_size` × `gradient_accumulation_steps` × number of processes.
@@ -253,22 +253,21 @@ class DPTrainingArguments(TrainingArguments):
         }
 
     def _check_privacy(self) -> None:
-        numbers = ("target_epsilon", "target_delta", "noise_multiplier", "max_grad_norm", "expected_batch_size")
+        numbers = ("target_epsilon", "noise_multiplier", "max_grad_norm", "expected_batch_size")
         for name in (*numbers, "loss_bound", "loss_noise_factor"):
             optional = name not in ("max_grad_norm", "loss_noise_factor")
             if not isinstance(value := getattr(self, name), (int, float, *([type(None)] if optional else []))):
                 raise ValueError(f"{name} must be an int or a float, got {value!r} ({type(value).__name__}).")
-        if self.target_delta is None or not 0 < self.target_delta < 1:
+        if not isinstance(self.target_delta, (int, float)) or not 0 < self.target_delta < 1:
             raise ValueError(
-                "target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; got "
-                f"{self.target_delta}. It is never chosen for you: it is the probability with which the guarantee may "
-                "fail (1e-6 is common). For evaluation alone use Trainer with TrainingArguments."
+                "target_delta must be given, between 0 and 1 and smaller than 1/N for N training examples; "
+                f"got {self.target_delta!r}. It is never chosen for you: it is the probability with which the "
+                "guarantee may fail (1e-6 is common). For evaluation alone use Trainer with TrainingArguments."
             )
-        if self.mechanism is None and (self.target_epsilon is None) == (self.noise_multiplier is None):
-            given = "neither" if self.target_epsilon is None else "both"
+        if self.mechanism is self.target_epsilon is self.noise_multiplier is None:
             raise ValueError(
-                "give either target_epsilon (the noise is calibrated to it) or noise_multiplier (epsilon follows); "
-                f"got {given}."
+                "give target_epsilon (the noise is calibrated to it), noise_multiplier (epsilon follows), or both "
+                "(training stops before a step that would exceed the target); got neither."
             )
         if self.noise_multiplier is not None and not 0 <= self.noise_multiplier < math.inf:
             raise ValueError(f"noise_multiplier must be a finite number, at least 0, got {self.noise_multiplier}.")

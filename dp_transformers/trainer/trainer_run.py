@@ -3,7 +3,6 @@ and is resumed from checkpoints, and, while Trainer's loop runs, the draws and t
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -30,15 +29,6 @@ from ..step.run import PrivateRun
 from ..step.startup_message import describe, size_of, warnings
 from ..step.step import PrivateStep
 from .dp_config import DPTrainingArguments
-
-logger = logging.getLogger(__name__)
-
-# The arguments that are read when the trainer is made.
-_READ_ONCE = (
-    "accountant", "clipping", "dp_seed", "expected_batch_size", "loss_bound", "loss_noise_factor",
-    "max_examples_per_person", "max_grad_norm", "mechanism", "noise_multiplier", "sampling", "secure_rng",
-    "self_check", "target_delta", "target_epsilon",
-)  # fmt: skip
 
 
 class TrainerRun:
@@ -72,7 +62,6 @@ class TrainerRun:
         self._args, self._num_examples, self._say, self._about = args, num_examples, say, about
         self._output_dir, self._delta, self._loss_bound = args.output_dir, args.target_delta, loss_bound
         self._ledger, self.secure = Ledger(self._output_dir), args.secure_rng
-        self._read = {name: getattr(args, name) for name in _READ_ONCE}
         self._first_step, self._skipped, self._has_ended, self.self_check = 0, 0, False, args.self_check
         self._tp_size = 1  # how many ranks work on the same examples, as one tensor-parallel group
         self._seeds: SecretSeeds | None = None  # while Trainer's loop runs, as are the draws and the step
@@ -127,7 +116,6 @@ class TrainerRun:
             if folder is None:
                 self.run.resume(self.run.state, self.run.executed, is_own=True)
             self._set_budget(folder)
-            self._warn_about_arguments()
             self.run.begin()
             yield folder
             distributed.call_on_rank_zero(self._ledger.require_own_file)
@@ -169,7 +157,7 @@ class TrainerRun:
         self.run.resume(state, at_least, facts=PrivacyState.facts(checkpoint))
         # The flag is a whole number, as HfArgumentParser reads `int | None` alone, but a mechanism's need not be one.
         # pyrefly: ignore[bad-assignment]
-        self._read["expected_batch_size"] = args.expected_batch_size = state.mechanism.at(0).expected_batch_size
+        args.expected_batch_size = state.mechanism.at(0).expected_batch_size
         return checkpoint
 
     def _set_budget(self, checkpoint: str | None) -> None:
@@ -203,16 +191,6 @@ class TrainerRun:
                 "other code stepped the model or set state.global_step. Do not release this model. Remove that code "
                 "and train again from the original one."
             )
-
-    def _warn_about_arguments(self) -> None:
-        """Log which arguments were set after they had been read."""
-        for name, value in self._read.items():
-            if getattr(self._args, name) != value:
-                logger.warning(
-                    "%s was set to %r after the trainer was made, which changes nothing: noise and epsilon were "
-                    "computed for %r. Make another trainer with these arguments.",
-                    name, getattr(self._args, name), value,
-                )  # fmt: skip
 
     # ---- while Trainer's loop runs: it asks for the loader first, and attaches the step when the model is final ----
 

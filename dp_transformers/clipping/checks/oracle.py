@@ -322,7 +322,8 @@ def _named_causes(engine: ClippingEngine) -> Iterator[None]:
             is_second = isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first
             if is_second and engine.batch_first and isinstance(error, SelfCheckError):
                 raise SelfCheckError(
-                    f"{error} {named(path, module)} has batch_first=False: if it is given the batch first, it takes "
-                    "examples for positions, and mixes them; build it with batch_first=True."
+                    f"{error} {named(path, module)} has batch_first=False: if your loop gives it the batch in the "
+                    "second dimension, say batch_first=False to make_private too; if in the first, it takes examples "
+                    "for positions, and mixes them: build it with batch_first=True."
                 ) from error
         raise

@@ -208,9 +208,10 @@ def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) 
     if is_split or not found or any(len(x) != batch for x in found):
         what = "a DTensor" if is_split else type(output).__name__
         raise SelfCheckError(
-            f"{type(model).__name__} returns {what}, and which of its numbers are whose is not known: return tensors "
-            "whose first dimension is the batch, in a tuple, dict or dataclass if need be (the last module of a "
-            "tensor-parallel plan gathers its output: output_layouts=Replicate()), or hand over a loss_function."
+            f"{type(model).__name__} returns {what}, and which of its numbers are whose is not known: take the batch, "
+            "and return it, in the first dimension of tensors (or say batch_first=False, if it is the second), in a "
+            "tuple, dict or dataclass if need be, and of a loss one for each row (reduction='none'). The last module "
+            "of a tensor-parallel plan gathers its output (output_layouts=Replicate())."
         )
     return found
 
