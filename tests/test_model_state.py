@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import IBertConfig, IBertForSequenceClassification, RwkvConfig, RwkvModel, TrainerCallback
 
-from dp_transformers import PrivacyEngine
+from dp_transformers import PerExampleClipper, PrivacyEngine
 from dp_transformers.clipping import model_state
 from dp_transformers.clipping.checks.oracle import Oracle
 
@@ -427,6 +427,9 @@ def test_it_is_said_once_what_is_put_back(caplog):
     run(*private(Keeps(lambda m, x, h: m.listed.append(1) or setattr(m, "count", m.count + 1) or None)))
     said = [r.getMessage() for r in caplog.records if "put back" in r.getMessage()]
     assert len(said) == 1 and "'count' of the model" in said[0] and "optimizer.step()" in said[0]
+    caplog.clear()
+    PerExampleClipper(nn.GRU(6, 6, batch_first=True), 1.0).model(torch.randn(4, 3, 6))
+    assert not caplog.text, "torch's recurrent layers set attributes of their own"
 
 
 def test_a_model_with_other_modules_is_checked_again(monkeypatch):

@@ -37,6 +37,7 @@ _SCALARS = (bool, int, float, complex, str, bytes)
 # no code writes to their frozen weights through ``.data``
 _LAYERS = (nn.Linear, nn.LayerNorm, nn.modules.conv._ConvNd)
 _NOTHING = object()
+_UNSAID = ("training", "_flat_weights", "_flat_weight_refs")  # modes, and what recurrent layers of torch set anew
 
 
 class _Holder(NamedTuple):
@@ -379,7 +380,7 @@ def _restore_dict(held: dict, before: dict, modes: bool) -> Iterator[Any]:
             continue
         held[key] = old
         is_equal = type(old) is type(new) and isinstance(old, _SCALARS) and old == new
-        if old is not None and key != "training" and not is_equal:
+        if old is not None and key not in _UNSAID and not is_equal:
             yield key
 
 
