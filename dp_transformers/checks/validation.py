@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,40 +29,31 @@ from .find_mixing import ExampleMixing, find_example_mixing
 
 logger = logging.getLogger(__name__)
 
+_USE_LORA = "; use LoRA"
+_DRAWS_A_MASK = (
+    "it draws one mask of weights, or one coin, for all rows of a physical batch, so which rows share it depends on "
+    "the other examples; set {0}=0.0"
+)
+# What peft's adapters do that cannot be private: by their kind, or by an option of their configuration that is set
 _REFUSED_ADAPTERS = {
-    "ADALORA": "its regulariser is added to the model's own loss, which is not used here, and it prunes by "
-    "gradients; use LoRA",
+    "ADALORA": "its regulariser is added to the model's own loss, which is not used here, and it prunes by gradients"
+    + _USE_LORA,
     "CPT": "it has a loss of its own, and its forward pass writes the weights that are trained; use prompt tuning",
-    "LILY": "its router takes the mean over all tokens of a batch, so one example changes what another one gets; use "
-    "LoRA",
-    "OSF": "its hooks change gradients before they are private; use LoRA",
+    "LILY": "its router takes the mean over all tokens of a batch, so one example changes what another one gets"
+    + _USE_LORA,
+    "OSF": "its hooks change gradients before they are private" + _USE_LORA,
     "XLORA": "its forward pass runs the model twice and switches adapters, and what is trained, on the way; use one "
     "LoRA adapter",
+    "alora_invocation_tokens": "it gathers the positions behind the invocation of all examples into one tensor, in "
+    "which they cannot be told apart" + _USE_LORA,
+    "auxiliary_loss_weight": "its auxiliary loss is added to the model's own loss, which is not used here; set {0}=0",
+    "monteclora_config": "it takes the next samples from a store in every forward pass, so none can be run again"
+    + _USE_LORA,
+    "velora_config": "it keeps averages of private activations; set init_type='random' in its VeloraConfig",
+    "module_dropout": _DRAWS_A_MASK,
+    "rank_dropout": _DRAWS_A_MASK,
+    "boft_dropout": _DRAWS_A_MASK,
 }
-_REFUSED_OPTIONS = {  # of a configuration: what an adapter with them is called, and why
-    "alora_invocation_tokens": (
-        "aLoRA",
-        "it gathers the positions behind the invocation of all examples into one tensor, in which they cannot be told "
-        "apart; use LoRA",
-    ),
-    "auxiliary_loss_weight": (
-        "Shadow with an auxiliary loss",
-        "its auxiliary loss is added to the model's own loss, which is not used here; set auxiliary_loss_weight=0",
-    ),
-    "monteclora_config": (
-        "MonteCLoRA",
-        "it takes the next samples from a store in every forward pass, so none can be run again; use LoRA",
-    ),
-}
-_REFUSED_OPTIONS |= {
-    name: (
-        f"an adapter with {name}",
-        "it draws one mask of weights, or one coin, for all rows of a physical batch, so which rows share it depends "
-        f"on the other examples; set {name}=0.0",
-    )
-    for name in ("module_dropout", "rank_dropout", "boft_dropout")
-}
-_DATA_DEPENDENT_STARTS = ("eva", "corda", "lora_ga")
 
 # These modules of other libraries mix the examples of a batch, whether they are trained or not. The key is the name of
 # the class, or of a base class.
@@ -74,44 +65,26 @@ _MIXES_EXAMPLES = {
     "(load_in_4bit=True)",
 }
 
-# Settings of transformers' models by which a pass draws one random number for all rows of a physical batch. For each:
-# how it is read off a module, what it does, and what switches it off
+# Settings of transformers' modules by which a pass draws one random number for all rows of a physical batch: what that
+# does, what switches it off, and which modules read the setting
 _DROPS_LAYERS = "leaves a layer out for all rows of a batch"
 _DROPS_POSITIONS = "draws one mask of positions for all rows of a batch"
-_REFUSED_SETTINGS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
-    "layerdrop": (lambda m: vars(m).get("layerdrop"), _DROPS_LAYERS, "0.0"),
-    "config.layerdrop": (
-        lambda m: hasattr(m, "layers") and not hasattr(m, "layerdrop") and _configured(m, "layerdrop"),
-        _DROPS_LAYERS,
-        "0.0",
-    ),
+_REFUSED_SETTINGS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "layerdrop": (_DROPS_LAYERS, "0.0", lambda m: True),
+    "config.layerdrop": (_DROPS_LAYERS, "0.0", lambda m: hasattr(m, "layers") and not hasattr(m, "layerdrop")),
     "config.apply_spec_augment": (
-        lambda m: (
-            hasattr(m, "_mask_hidden_states")
-            and _configured(m, "apply_spec_augment")
-            and bool(_configured(m, "mask_time_prob") or _configured(m, "mask_feature_prob"))
-        ),
         "draws one number for all rows of a batch, by which spans are masked (SpecAugment)",
         "False",
+        lambda m: hasattr(m, "_mask_hidden_states") and (m.config.mask_time_prob or m.config.mask_feature_prob),
     ),
     "config.attention_type": (
-        lambda m: _configured(m, "attention_type") == "prob" and "prob",
         "draws the same keys for all rows of a batch",
         "'full'",
+        lambda m: m.config.attention_type == "prob",
     ),
-    "dropout.p": (lambda m: type(m).__name__ == "XLNetModel" and _rate(m, "dropout"), _DROPS_POSITIONS, "0.0"),
-} | {
-    f"{name}.p": (partial(lambda name, m: _rate(m, name), name), _DROPS_POSITIONS, "0.0")
-    for name in ("pos_dropout", "sin_dropout", "cos_dropout")
+    "dropout.p": (_DROPS_POSITIONS, "0.0", lambda m: type(m).__name__ == "XLNetModel"),
+    **{f"{name}_dropout.p": (_DROPS_POSITIONS, "0.0", lambda m: True) for name in ("pos", "sin", "cos")},
 }
-
-
-def _rate(module: nn.Module, name: str) -> float:
-    return getattr(getattr(module, name, None), "p", 0.0)
-
-
-def _configured(module: nn.Module, name: str) -> Any:
-    return getattr(vars(module).get("config"), name, None)
 
 
 @dataclass(frozen=True)
@@ -219,12 +192,11 @@ class ModuleValidator:
         _warn_of_starts_from_data(model)
         problems = list(_problems(model))
         if problems and strict:
-            message = "\n".join(map(str, problems))
-            if len(problems) > 1:
-                message = f"the model has {len(problems)} problems:\n{message}"
+            lines = [f"the model has {len(problems)} problems:"] if len(problems) > 1 else []
+            lines += map(str, problems)
             if any(problem.fix for problem in problems):
-                message += "\nModuleValidator.fix(model) gives a copy with such modules replaced."
-            raise ValueError(message)
+                lines.append("ModuleValidator.fix(model) gives a copy with such modules replaced.")
+            raise ValueError("\n".join(lines))
         return problems
 
     @staticmethod
@@ -249,8 +221,7 @@ class ModuleValidator:
         model = copy.deepcopy(model)
         for problem in list(_problems(model)):
             if problem._repair is not None and problem._module is not None:
-                chosen = num_groups if problem._repair is _group_norm else None
-                options = {} if chosen is None else {"num_groups": chosen}
+                options = {"num_groups": num_groups} if problem._repair is _group_norm else {}
                 model = _replace(model, problem._module, problem._repair(problem._module, **options))
                 logger.warning("%s: %s", f"'{problem.path}'" if problem.path else "the model", problem.fix)
         return model
@@ -286,15 +257,13 @@ def validate_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> No
     if foreign := [tuple(p.shape) for p in held if p not in names]:
         raise ValueError(
             f"the optimizer holds {len(foreign)} parameters that are not the model's (shapes {foreign[:3]}): they "
-            "would be trained without noise. Build the optimizer from model.parameters(), after the last change of "
-            "the model. Where it trains two models (an encoder and a head), hold both in one nn.Module whose forward "
-            "calls them, and hand that over."
+            "would be trained without noise. Build it from model.parameters() after the last change of the model; "
+            "where it trains two models, hold both in one nn.Module whose forward calls them, and hand that over."
         )
     if missed := [name for p, name in names.items() if p.requires_grad and p not in held]:
         raise ValueError(
             f"the optimizer misses {len(missed)} trainable parameters ({', '.join(missed[:3])}): they would take up "
-            "the clipping bound without being trained. Freeze them (requires_grad_(False)) or give them to the "
-            "optimizer."
+            "the clipping bound without being trained. Freeze them (requires_grad_(False)) or give them to it."
         )
     if frozen := [names[p] for p in held if not p.requires_grad and p.grad is not None]:
         raise ValueError(
@@ -314,42 +283,65 @@ def _problems(model: nn.Module) -> Iterator[Problem]:
             seen.add(id(config))
         held = " and ".join(f"'{path}'" for path in its_paths)
         where = f"{held if its_paths != [''] else 'the model'} is {_a(module)}"
-        for find in (partial(_batch_statistics, model), _embedding_options, _spectral_norm, _alien, _registered):
-            for found in find(module):
-                if own := _FIXERS.get(type(module)):
-                    made = f"{type(module).__name__} -> what {getattr(own, '__name__', 'a fixer')} makes of it"
-                    found = found._replace(fix=made, repair=own)
-                yield Problem(its_paths[0], f"{where}{found.what}", found.fix, module, found.repair)
+        for what, fix, repair in _findings(model, module):
+            if own := _FIXERS.get(type(module)):
+                fix = f"{type(module).__name__} -> what {getattr(own, '__name__', 'a fixer')} makes of it"
+            yield Problem(its_paths[0], f"{where}{what}", fix, module, own or repair)
     yield from _setting_problems(model)
     yield from _parameter_problems(model)
 
 
 def _a(thing: Any) -> str:
-    """The name of its class, with its article."""
+    """Return the name of its class, with its article."""
     name = type(thing).__name__
     return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
 
 
-class Finding(NamedTuple):
-    """The rest of the sentence "'path' is a Class...", what ``fix()`` does about it, and the function that makes the
-    module which takes its place."""
+# The rest of the sentence "'path' is a Class...", what fix() does about it, and what makes the module in its place
+Finding = tuple[str, str | None, Callable[[Any], nn.Module] | None]
 
-    what: str
-    fix: str | None = None
-    repair: Callable[[Any], nn.Module] | None = None
+
+def _findings(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
+    """Yield what is wrong with a module by itself."""
+    yield from _batch_statistics(model, module)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        yield from _embedding_options(module)
+    names = [cls.__name__ for cls in type(module).__mro__ if not cls.__module__.startswith("peft.")]  # as it wraps one
+    what = [f": {why}." for name, why in _MIXES_EXAMPLES.items() if name in names]
+    is_hooked = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
+    if module.training and (is_hooked or isinstance(module, _SpectralNorm)):
+        what.append(
+            (" with spectral norm" if is_hooked else "")
+            + ": it writes its vectors in every forward pass, one after the other, so that no pass can be run again. "
+            "Call its eval() after every model.train(), which keeps them as they are, or leave it out; weight_norm "
+            "can be trained."
+        )
+    what += [f" compiled by torch.compile, {HOW_TO_UNCOMPILE}"] * is_compiled(module)
+    if (type(module).__module__, type(module).__name__) == ("peft.tuners.lora.layer", "MultiheadAttention"):
+        what.append(
+            ": in every forward pass it merges its adapter into new weights, which no rule sees. Leave it out of "
+            "target_modules (exclude_modules), or train the attention itself (modules_to_save)."
+        )
+    what += [f": {why}." for why in [unsupported_wrapper_reason(module)] if why]
+    quantization = sys.modules.get("torch.ao.quantization")  # it was imported if the model holds an observer
+    if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
+        what.append(
+            ": it keeps the range of private activations without noise. Take it out, and quantize the trained model."
+        )
+    what += [f": {each}" for validator in _VALIDATORS.get(type(module), ()) for each in validator(module)]
+    yield from ((each, None, None) for each in what)
 
 
 def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
     name = type(module).__name__
-    if isinstance(module, _BatchNorm) and model.training and not module.training and module.running_mean is not None:
-        pass  # a fixed map of each example, as long as it is not switched back, which the self-check sees
-    elif isinstance(module, _BatchNorm):
+    if isinstance(module, _BatchNorm):
+        if model.training and not module.training and module.running_mean is not None:
+            return  # a fixed map of each example, as long as it is not switched back, which the self-check sees
         groups = _num_groups(module)
-        or_frozen = ", or use torchvision.ops.FrozenBatchNorm2d" if isinstance(module, nn.BatchNorm2d) else ""
-        yield Finding(
+        yield (
             ": it normalises every example with statistics of the whole batch, so no example has a gradient of its "
             "own. Replace it by GroupNorm or LayerNorm. To keep the statistics of pretraining fixed, call its eval() "
-            f"after every model.train(){or_frozen}.",
+            "after every model.train(), or use torchvision.ops.FrozenBatchNorm2d.",
             f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None,
             _group_norm if groups else None,
         )
@@ -358,77 +350,44 @@ def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
         getattr(module, "running_var", None) is not None and hasattr(module, "momentum")
     ):
         known = isinstance(module, _InstanceNorm)
-        yield Finding(
+        yield (
             " with running statistics, which keep private data without noise. Build it with "
             "track_running_stats=False.",
             f"{name}: track_running_stats=True -> False" if known else None,
             _forget_statistics if known else None,
         )
-    for cls in type(module).__mro__:
-        if cls.__name__ in _MIXES_EXAMPLES and not cls.__module__.startswith("peft."):  # around one of that name
-            yield Finding(f": {_MIXES_EXAMPLES[cls.__name__]}.")
 
 
-def _embedding_options(module: nn.Module) -> Iterator[Finding]:
-    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return
-    reasons = {}
-    if module.max_norm is not None:
-        reasons["max_norm"] = "it rewrites the rows of the tokens it sees, trainable or not, without noise"
-    if module.scale_grad_by_freq and module.weight.requires_grad:
-        reasons["scale_grad_by_freq"] = "it scales one example's gradient by what the others contain"
-    if module.sparse and module.weight.requires_grad:
-        reasons["sparse"] = "the noised gradient is dense"
-    for option, why in reasons.items():
-        fix = f"{type(module).__name__}: {option}={getattr(module, option)} -> {_OFF[option]}"
-        yield Finding(f" with {option}: {why}. Build it without {option}.", fix, partial(_switch_off, option=option))
-
-
-def _spectral_norm(module: nn.Module) -> Iterator[Finding]:
-    is_hooked = any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values())
-    if module.training and (is_hooked or isinstance(module, _SpectralNorm)):
-        yield Finding(
-            (" with spectral norm" if is_hooked else "")
-            + ": it writes its vectors in every forward pass, one after the other, so that no pass can be run again. "
-            "Call its eval() after every model.train(), which keeps them as they are, or leave it out; weight_norm "
-            "can be trained."
-        )
-
-
-def _alien(module: nn.Module) -> Iterator[Finding]:
-    if is_compiled(module):
-        yield Finding(f" compiled by torch.compile, {HOW_TO_UNCOMPILE}")
-    if (type(module).__module__, type(module).__name__) == ("peft.tuners.lora.layer", "MultiheadAttention"):
-        yield Finding(
-            ": in every forward pass it merges its adapter into new weights, which no rule sees. Leave it out of "
-            "target_modules (exclude_modules), or train the attention itself (modules_to_save)."
-        )
-    if why := unsupported_wrapper_reason(module):
-        yield Finding(f": {why}.")
-    quantization = sys.modules.get("torch.ao.quantization")  # it was imported if the model holds an observer
-    if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
-        yield Finding(
-            ": it keeps the range of private activations without noise. Take it out, and quantize the trained model."
-        )
-
-
-def _registered(module: nn.Module) -> Iterator[Finding]:
-    for validator in _VALIDATORS.get(type(module), ()):
-        yield from (Finding(f": {what}") for what in validator(module))
+def _embedding_options(module: nn.Embedding | nn.EmbeddingBag) -> Iterator[Finding]:
+    for option, why, off in (
+        ("max_norm", "it rewrites the rows of the tokens it sees, trainable or not, without noise", None),
+        ("scale_grad_by_freq", "it scales one example's gradient by what the others contain", False),
+        ("sparse", "the noised gradient is dense", False),
+    ):
+        value = getattr(module, option)
+        if value not in (None, False) and (module.weight.requires_grad or option == "max_norm"):
+            fix = f"{type(module).__name__}: {option}={value} -> {off}"
+            yield f" with {option}: {why}. Build it without {option}.", fix, partial(_with_option, option, off)
 
 
 def _setting_problems(model: nn.Module) -> Iterator[Problem]:
     in_use = [(path, m) for path, m in model.named_modules() if m.training or not model.training]
-    for name, (value_of, what, off) in _REFUSED_SETTINGS.items():
-        if found := [(path, m, value) for path, m in in_use if (value := value_of(m))]:
+    for name, (what, off, reads) in _REFUSED_SETTINGS.items():
+        if found := [(path, m, value) for path, m in in_use if (value := _setting(m, name)) and reads(m)]:
             path, module, value = found[0]
-            others = f" (and {len(found) - 1} others)" if found[1:] else ""
-            where = f"'{path}'{others}" if path else "the model"
+            where = f"'{path}'{_others(found)}" if path else "the model"
             yield Problem(
                 path,
                 f"{where} is {_a(module)} with {name}={value!r}, which {what}: which rows share it would depend on "
                 f"the other examples. Set {name} = {off} there before training.",
             )
+
+
+def _setting(module: nn.Module, name: str) -> Any:
+    """Return an attribute of the module's own, or one of that; None where there is none."""
+    first, _, rest = name.partition(".")
+    value = (module._modules if first in module._modules else vars(module)).get(first)
+    return getattr(value, rest, None) if rest else value
 
 
 def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
@@ -437,45 +396,47 @@ def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
         yield Problem(
             "", "the model has no trainable parameter: set requires_grad on what shall be trained, or add adapters."
         )
-    kinds = {
-        "without a shape yet: run the model once on public data of the right shape": lambda p: isinstance(
-            p, UninitializedParameter
+    for what, is_so in (
+        (
+            "without a shape yet: run the model once on public data of the right shape",
+            lambda p: isinstance(p, UninitializedParameter),
         ),
-        "neither in float32 nor in bfloat16: load the model with dtype=torch.float32 (what is frozen may stay as it "
-        "is) and use bf16 autocast for speed": lambda p: p.dtype not in TRAINABLE,
-        "with a gradient hook, which could change or use gradients that are not private yet: call remove() of the "
-        "handle that register_hook returned": lambda p: bool(p._backward_hooks or p._post_accumulate_grad_hooks),
-    }
-    for what, is_so in kinds.items():
+        (
+            "neither in float32 nor in bfloat16: load the model with dtype=torch.float32 (what is frozen may stay as "
+            "it is) and use bf16 autocast for speed",
+            lambda p: p.dtype not in TRAINABLE,
+        ),
+        (
+            "with a gradient hook, which could use gradients that are not private yet: remove() it",
+            lambda p: p._backward_hooks or p._post_accumulate_grad_hooks,
+        ),
+    ):
         if names := [name for name, p in trainable.items() if is_so(p)]:
-            others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
-            dtype = trainable[names[0]].dtype
-            yield Problem(
-                names[0].rpartition(".")[0], f"'{names[0]}'{others} is a trainable parameter ({dtype}) {what}."
-            )
+            where = f"'{names[0]}'{_others(names)} is a trainable parameter ({trainable[names[0]].dtype})"
+            yield Problem(names[0].rpartition(".")[0], f"{where} {what}.")
+
+
+def _others(found: Sequence[Any]) -> str:
+    return f" (and {len(found) - 1} others)" if found[1:] else ""
 
 
 def _why_not_adapter(config: Any) -> str | None:
     kind = str(getattr(config, "peft_type", "")).rpartition(".")[-1]
-    why = _REFUSED_ADAPTERS.get(kind)
-    for option, (name, reason) in _REFUSED_OPTIONS.items():
-        if getattr(config, option, None):
-            kind, why = name, reason
-    if getattr(getattr(config, "velora_config", None), "init_type", "random") != "random":
-        kind, why = "VeLoRA", "it keeps averages of private activations; set init_type='random' in its VeloraConfig"
-    return f"{kind}, which cannot be trained privately: {why}" if why else None
+    for name, why in _REFUSED_ADAPTERS.items():
+        value = getattr(config, name, None)
+        if (value or name == kind) and getattr(value, "init_type", None) != "random":
+            return f"{kind}, which cannot be trained privately: {why.format(name)}"
+    return None
 
 
 def _warn_of_starts_from_data(model: nn.Module) -> None:
     for name, config in getattr(model, "peft_config", {}).items():
-        start = getattr(config, "init_lora_weights", None)
-        if start in _DATA_DEPENDENT_STARTS:
+        if (start := getattr(config, "init_lora_weights", None)) in ("eva", "corda", "lora_ga"):
             logger.warning(
                 "adapter '%s' starts from init_lora_weights=%r, which is computed from data: on private examples that "
                 "leaks them, and epsilon does not count it. Compute it on public data, or use another start.",
-                name,
-                start,
-            )
+                name, start,
+            )  # fmt: skip
 
 
 # ---- repairs ----
@@ -530,12 +491,9 @@ def _forget_statistics(norm: _InstanceNorm) -> nn.Module:
     return norm
 
 
-_OFF = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False}
-
-
-def _switch_off(embedding: nn.Embedding | nn.EmbeddingBag, option: str) -> nn.Module:
-    setattr(embedding, option, _OFF[option])
-    return embedding
+def _with_option(option: str, value: Any, module: nn.Module) -> nn.Module:
+    setattr(module, option, value)
+    return module
 
 
 def validate_training_data(
@@ -547,20 +505,18 @@ def validate_training_data(
         return
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
-            f"the training data are {_a(dataset)} without random access: Poisson sampling takes every "
-            "example with equal probability, which needs its length and its rows. Use a map-style dataset (for a "
-            "datasets.IterableDataset: load it without streaming)."
+            f"the training data are {_a(dataset)} without random access, which Poisson sampling needs. Use a "
+            "map-style dataset (for a datasets.IterableDataset: load it without streaming)."
         )
-    n = len(dataset)
-    if n == 0:
+    if (n := len(dataset)) == 0:
         raise ValueError("the training data set is empty: give it at least one row (a filter may have left none).")
     if target_delta is not None:
         require_small_delta(target_delta, n, name="target_delta")
     if expected_batch_size > n:
         raise ValueError(
-            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples: no draw takes more than "
-            "all of them. Lower expected_batch_size (or per_device_train_batch_size x gradient_accumulation_steps x "
-            "processes, from which it derives; with PrivacyEngine the DataLoader's batch_size)."
+            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples. Lower it (or "
+            "per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives; with "
+            "PrivacyEngine the DataLoader's batch_size)."
         )
     refuse_repeated_rows(dataset, max_examples_per_person)
 
@@ -572,9 +528,8 @@ def refuse_repeated_rows(dataset: Any, max_examples_per_person: int) -> None:
         raise ValueError(
             f"row {index} of the training data is stored once and comes {copies} times, but "
             f"max_examples_per_person={max_examples_per_person}, so epsilon would not hide all that is learned from "
-            "it. Train on each row once; where some shall count more, weight their losses; or say "
-            f"max_examples_per_person={copies} (in a mechanism: unit=PrivacyUnit({copies})), and epsilon is for all "
-            "copies together."
+            "it. Train on each row once, weight the losses of some, or say "
+            f"max_examples_per_person={copies} (in a mechanism: unit=PrivacyUnit({copies})) for all copies together."
         )
 
 
@@ -597,14 +552,10 @@ _TOWERS = ("vision", "visual", "image", "audio")  # parts of a model that read n
 def validate_lengths(model: nn.Module, dataset: Any, column: str = "input_ids") -> None:
     """Raise ValueError if an example is longer than the model's table of positions."""
     limit = longest_input(model)
-    if limit is None or len(dataset) == 0:
-        return
-    longest = _longest_example(dataset, column)
-    if longest > limit:
+    if limit is not None and len(dataset) and (longest := _longest_example(dataset, column)) > limit:
         raise ValueError(
-            f"the training data has an example of {longest} tokens, but {type(model).__name__} has position "
-            f"embeddings for {limit} only. Truncate when tokenizing: tokenizer(..., truncation=True, "
-            f"max_length={limit})."
+            f"the training data has an example of {longest} tokens, but {type(model).__name__} has positions for "
+            f"{limit} only. Truncate when tokenizing: tokenizer(..., truncation=True, max_length={limit})."
         )
 
 
@@ -619,8 +570,6 @@ def _longest_example(dataset: Any, column: str) -> int:
     first = dataset[0]
     if not (hasattr(first, "get") and hasattr(first.get(column), "__len__")):
         return 0
-    step = 1 if isinstance(dataset, (list, tuple)) else -(-len(dataset) // _LOADED)
+    # a data set may make each row when it is asked for it: at most 4096 of them
+    step = 1 if isinstance(dataset, (list, tuple)) else -(-len(dataset) // 2**12)
     return max(len(dataset[i][column]) for i in range(0, len(dataset), step))
-
-
-_LOADED = 2**12  # rows whose lengths are looked at where a data set makes each when it is asked for it
