@@ -14,13 +14,6 @@ class Centred(nn.Module):
         return x - strength * x.mean(0)
 
 
-class Tenth(nn.Module):
-    """Example 1 reads example 0, by so little that rounding hides it."""
-
-    def forward(self, x):
-        return x + 1e-9 * torch.cat([x[:1] * 0, x[:1], x[:1] * 0 + x[2:] * 0])
-
-
 class Limited(nn.Module):
     """The largest row gets through: no gradient of one with respect to another."""
 
@@ -61,11 +54,8 @@ def test_mixing_is_found_where_it_happens(model, x, module):
 
 
 def test_which_examples_mix():
-    x = torch.randn(4, 5)
-    weak = find_example_mixing(Tenth(), x)  # seen by gradients alone
-    assert (weak.pairs, weak.module) == ([(1, 0)], None)
     x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    limited = find_example_mixing(nn.Sequential(nn.Identity(), Limited()), x)  # seen by replacing alone
+    limited = find_example_mixing(nn.Sequential(nn.Identity(), Limited()), x)  # no gradient shows it
     assert (limited.pairs, limited.module) == ([(2, 3)], "'1' (Limited)")
 
 

@@ -63,12 +63,6 @@ def with_gradient_hook():
     return layer
 
 
-def observer():
-    from torch.ao.quantization import MinMaxObserver
-
-    return MinMaxObserver()
-
-
 PROBLEMS = {  # module -> what is said of it, what is done about it
     "BatchNorm2d": (lambda: nn.BatchNorm2d(64), "whole batch", "BatchNorm2d -> GroupNorm(16, 64)"),
     "BatchNorm3d": (lambda: nn.BatchNorm3d(12), "whole batch", "BatchNorm3d -> GroupNorm(3, 12)"),
@@ -89,13 +83,9 @@ PROBLEMS = {  # module -> what is said of it, what is done about it
     "router": (lambda: NllbMoeTop2Router(3, 2), "can push out another's", None),
     "DataParallel": (lambda: nn.DataParallel(nn.Linear(3, 2)), "cannot be clipped together", None),
     "DeepSpeed": (lambda: DeepSpeedEngine(nn.Linear(3, 2)), "clips gradients on its own", None),
-    "observer": (observer, "range of private activations", None),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning"
-)  # torch's own, on importing its quantization
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_every_problem_is_named_and_repaired_where_it_can_be(name, caplog):
     make, said, fix = PROBLEMS[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -323,11 +322,6 @@ def _findings(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
             "target_modules (exclude_modules), or train the attention itself (modules_to_save)."
         )
     what += [f": {why}." for why in [unsupported_wrapper_reason(module)] if why]
-    quantization = sys.modules.get("torch.ao.quantization")  # it was imported if the model holds an observer
-    if quantization is not None and isinstance(module, (quantization.ObserverBase, quantization.FakeQuantizeBase)):
-        what.append(
-            ": it keeps the range of private activations without noise. Take it out, and quantize the trained model."
-        )
     what += [f": {each}" for validator in _VALIDATORS.get(type(module), ()) for each in validator(module)]
     yield from ((each, None, None) for each in what)
 

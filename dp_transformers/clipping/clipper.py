@@ -288,7 +288,7 @@ class PerExampleClipper:
             SelfCheckError: norms, sums or losses are others than those of one example at a time.
         """
         self._oracle.begin_anew()
-        return run_check(self.engine, args, kwargs, loss_function, self._oracle)
+        return run_check(self._oracle, args, kwargs, loss_function)
 
     def compare(
         self,
@@ -508,7 +508,7 @@ class PerExampleClipper:
 
     def _look(self, given: Any, *, of_losses: bool) -> None:
         """Let the witness of this batch compare what it is about."""
-        if self._witness is not None and self._witness.is_of_losses == of_losses:
+        if self._witness is not None and (self._witness.losses_of is not None) == of_losses:
             witness, self._witness = self._witness, None
             with self._schedule.looking():
                 witness.look(given)

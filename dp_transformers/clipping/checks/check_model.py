@@ -63,7 +63,7 @@ def check_model(
     engine = ClippingEngine(model, choose_mode(mode, model))
     engine.attach()
     try:
-        return run_check(engine, *arguments_of(batch), loss_function)
+        return run_check(Oracle(engine), *arguments_of(batch), loss_function)
     finally:
         engine.detach()
 
@@ -108,31 +108,22 @@ def check_per_sample_gradients_are_correct(
         except (SelfCheckError, UnsupportedModuleError) as error:
             logger.warning("mode %s: %s", mode, error)
             return False
-        figures = (report.norm_error, report.sum_error)
-        right = max(figures) <= tolerance
+        is_right = max(report.norm_error, report.sum_error) <= tolerance
         logger.log(
-            logging.INFO if right else logging.WARNING,
-            "mode %s: worst relative error of per-example norms %.1e, of the clipped sum %.1e (allowed: %.0e)",
-            mode, *figures, tolerance,
-        )  # fmt: skip
-        if not right:
+            logging.INFO if is_right else logging.WARNING, "mode %s: %s (allowed: %.0e)", mode, report, tolerance
+        )
+        if not is_right:
             return False
     return True
 
 
-def run_check(
-    engine: ClippingEngine,
-    args: tuple,
-    kwargs: dict,
-    loss_function: LossFunction | None = None,
-    oracle: Oracle | None = None,
-) -> CheckReport:
+def run_check(oracle: Oracle, args: tuple, kwargs: dict, loss_function: LossFunction | None = None) -> CheckReport:
     """Compare all examples of exactly this input. Gradients, training mode and the clipping bound are left as they
     were.
 
     The errors reported are those in float32, where the model runs in it.
     """
-    start, oracle = time.perf_counter(), oracle or Oracle(engine)
+    start, engine = time.perf_counter(), oracle.engine
     rows = Rows.of(engine.model, args, kwargs, batch_first=engine.batch_first)
     if rows.size < 2:
         raise ValueError("the check needs at least two examples: locality cannot be seen with one.")

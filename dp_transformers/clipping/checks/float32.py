@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..engine import ClippingEngine
 from ..loss_graph import dtypes_in_graph
@@ -31,45 +30,36 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
 
     The list that is given names what was replaced, as far as the model has run.
     """
-    tensors = [*engine.model.parameters(), *engine.model.buffers()]
-    half = [t for t in tensors if t.dtype in HALF and type(t.data) is torch.Tensor]
-    kept = [] if engine.trainable.shards or engine.trainable.parallel else [(t, t.data) for t in half]
-    low_precision, settings = engine.trainable.low_precision, product_settings(engine.trainable.device)
-    replaced, enter = ["weights"] if kept else [], torch.autocast.__enter__
+    trainable, device, enter = engine.trainable, engine.trainable.device, torch.autocast.__enter__
+    half = [t for t in (*engine.model.parameters(), *engine.model.buffers()) if t.dtype in HALF]
+    kept = [(t, t.data) for t in half if type(t.data) is torch.Tensor and not _is_split(engine)]
+    replaced = ["weights"] * bool(kept) + ["autocast"] * torch.is_autocast_enabled(device.type)
+    low_precision, settings = trainable.low_precision, product_settings(device)[: 1 + trainable.convolves]
 
     def enter_disabled(region: torch.autocast) -> torch.autocast:
         enabled, region._enabled = region._enabled, False
-        replaced.extend(["autocast"] if enabled else [])
+        replaced.extend(["autocast"] * enabled)
         try:
             return enter(region)
         finally:
             region._enabled = enabled
 
-    if torch.is_autocast_enabled(engine.trainable.device.type):
-        replaced.append("autocast")
-    with (
-        without_autocast(engine.trainable.device),
-        full_products(settings if engine.trainable.convolves else settings[:1]) as were_reduced,
-    ):
-        if were_reduced:
-            replaced.append("products")
+    with without_autocast(device), full_products(settings) as were_reduced:
+        replaced += ["products"] * were_reduced
         # pyrefly: ignore[bad-assignment]  (the argument's name is another one)
         torch.autocast.__enter__ = enter_disabled
         try:
-            for p in engine.trainable.parameters:
-                p.grad = None
+            trainable.drop_gradients()
             for t, data in kept:
                 t.data = data.float()
-            engine.trainable.low_precision = next(
-                (p.dtype for p in engine.model.parameters() if p.dtype in HALF), torch.float32
-            )
+            is_half = any(p.dtype in HALF for p in engine.model.parameters())
+            trainable.low_precision = torch.bfloat16 if is_half else torch.float32
             with engine.state.during_check(anew=True) if kept else contextlib.nullcontext():
                 yield replaced
         finally:
             torch.autocast.__enter__ = enter
-            engine.trainable.low_precision = low_precision
-            for p in engine.trainable.parameters:
-                p.grad = None
+            trainable.low_precision = low_precision
+            trainable.drop_gradients()
             for t, data in kept:
                 t.data = data
 
@@ -77,10 +67,9 @@ def _in_float32(engine: ClippingEngine) -> Iterator[list[str]]:
 def in_float32_if_possible(
     engine: ClippingEngine, losses: Callable[[], torch.Tensor], compare: Callable[[], Any]
 ) -> tuple[Any, list[str]]:
-    """Returns what ``compare`` gives in float32 (None where the model does not run in it), and what was replaced to
+    """Return what ``compare`` gives in float32 (None where the model does not run in it), and what was replaced to
     make it run. The ``losses`` of float32 inputs show whether it runs; those of one example do, since what a module
     casts does not depend on how many there are."""
-    replaced = ["weights"]
     try:
         with _in_float32(engine) as replaced:
             if _stays_in_float32(engine, losses, replaced):
@@ -93,24 +82,21 @@ def in_float32_if_possible(
         "rounding.",
         type(engine.model).__name__,
     )
-    return None, replaced
+    return None, []
 
 
-def with_float32(structure: Any) -> Any:
-    return tree_map(lambda x: x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x, structure)
+def _is_split(engine: ClippingEngine) -> bool:
+    return bool(engine.trainable.shards or engine.trainable.parallel)
 
 
 def _stays_in_float32(engine: ClippingEngine, losses: Callable[[], torch.Tensor], replaced: list[str]) -> bool:
-    """Returns True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves
+    """Return True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves
     shows it. Where something was ``replaced``, it must also be able to go backward like that."""
-    if engine.trainable.low_precision in HALF:
+    trainable = engine.trainable
+    if trainable.low_precision in HALF:
         return False
-    frozen = [
-        p
-        for p in engine.model.parameters()
-        if p.is_floating_point() and not (p.requires_grad or engine.trainable.shards or engine.trainable.parallel)
-    ]
-    wholes = [whole for p in engine.trainable.parameters for whole in engine.trainable.shards.all_unsharded(p)]
+    frozen = [p for p in engine.model.parameters() if p.is_floating_point() and not p.requires_grad]
+    frozen = [] if _is_split(engine) else frozen
     try:
         with engine.suspended(), evaluating(engine.model):
             for p in frozen:
@@ -118,13 +104,14 @@ def _stays_in_float32(engine: ClippingEngine, losses: Callable[[], torch.Tensor]
             losses_b = losses()
             low = dtypes_in_graph(losses_b) & {*HALF}
             if losses_b.requires_grad and replaced:
+                wholes = [whole for p in trainable.parameters for whole in trainable.shards.all_unsharded(p)]
                 torch.autograd.grad(losses_b.sum(), wholes, allow_unused=True)
+        return not low
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # anything else is what the comparison will stumble over too, and say
-        engine.trainable.shards.recover()
+        trainable.shards.recover()
         return not re.search("d(ata )?type|BFloat16|Half|bf16|fp16", str(error.__cause__ or error))
     finally:
         for p in frozen:
             p.requires_grad_(False)
-    return not low

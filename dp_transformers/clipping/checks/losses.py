@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -46,10 +46,9 @@ def expect_same_alone(losses_of: Callable[..., torch.Tensor], rows: Rows) -> Non
             if differs(kept, own, x, tolerance) or differs(kept.norm(), x[row].norm(), x, tolerance):
                 raise ValueError(
                     "an example's loss, or its gradient, is another one when other examples share its batch, or when "
-                    "it is padded to the length of a longer one: the criterion compares rows (the hardest of a batch, "
-                    "ranks, batch statistics, their number), or counts padded positions. Pad targets with a number "
-                    "that it ignores (ignore_index), or compute losses of shape (B,), each from its own row and its "
-                    "own positions alone, and call engine.backward(losses)."
+                    "it is padded to the length of a longer one: the criterion compares rows, or counts padded "
+                    "positions. Pad targets with a number that it ignores (ignore_index), or call "
+                    "engine.backward(losses) with losses of shape (B,), each from its own row and positions alone."
                 )
 
 
@@ -63,23 +62,22 @@ def _with_gradients(losses_of: Callable[..., torch.Tensor], rows: Rows) -> list[
         leaves.append(x.detach().clone().requires_grad_())
         return leaves[-1]
 
-    losses, found = rows.changed(detached).call(losses_of), [None] * len(leaves)
-    if losses.requires_grad:
-        found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-    return [losses.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True))]
+    losses = rows.changed(detached).call(losses_of)
+    total = losses.sum() + sum(0.0 * x.sum() for x in leaves)  # of which each has a gradient
+    return [losses.detach(), *(torch.autograd.grad(total, leaves) if leaves else ())]
 
 
 def expect_no_gradient_at_padding(
-    engine: ClippingEngine, output: Any, lengths: Sizes, dims: Sequence[int | None]
+    engine: ClippingEngine, output: Any, lengths: Sizes, dims: Mapping[int, int]
 ) -> None:
     """Expect that a loss of what the model returned has no gradient where its shortest row is padding.
 
     Args:
         output: What the model returned for a batch.
         lengths: How the rows of the batch are padded, by columns.
-        dims: In which dimension each output has padding, as :class:`.comparison.Comparison` has seen.
+        dims: In which dimension outputs have padding, as :class:`.comparison.Comparison` has seen.
     """
-    if not (lengths and any(dims) and engine.forward is not None and engine.batch_first):
+    if not (lengths and dims and engine.forward is not None and engine.batch_first):
         return
     own = [own for _, own in columns_of(lengths)]
     row = min(range(len(own[0])), key=lambda i: sum(each[i] for each in own))
@@ -89,12 +87,13 @@ def expect_no_gradient_at_padding(
         if gradient is not None:  # else the loss does not read this output
             engine.deferred_checks.expect(~(gradient[at].abs().max() > 0), _refuse_gradient)
 
-    for x, d in zip([x for x in floating_tensors(with_rows(output)) if x.dim()], dims, strict=False):
-        if d is None or not x.requires_grad or x.dim() <= d or len(x) != engine.forward.batch_size:
+    for i, x in enumerate(x for x in floating_tensors(with_rows(output)) if x.dim()):
+        d = dims.get(i, x.dim())
+        if not x.requires_grad or d >= x.dim() or len(x) != engine.forward.batch_size or x.shape[d] not in padded:
             continue
-        side, own_length = padded.get(x.shape[d], ("right", x.shape[d]))
-        if own_length < x.shape[d]:
-            positions = slice(own_length, None) if side == "right" else slice(x.shape[d] - own_length)
+        side, n = padded[x.shape[d]]
+        if n < x.shape[d]:
+            positions = slice(n, None) if side == "right" else slice(x.shape[d] - n)
             x.register_hook(partial(expect, at=(row, *[slice(None)] * (d - 1), positions)))
 
 

@@ -16,13 +16,11 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 
 from ...runtime.randomness import forked_generators, global_state, random_state, same_global_state
 from ..batch_dims import positions_of
@@ -30,8 +28,9 @@ from ..discovery import discover_owners
 from ..engine import ClippingEngine
 from ..errors import HOW_BATCH_NORM_MIXES, SelfCheckError, UnownedParameterError, UnsupportedModuleError, named
 from ..owners import reassign_to_parents, warn_about_fallback
-from .comparison import HOW_TO_FIND, TOLERANCE, Comparison, Errors, perturbed
-from .float32 import in_float32_if_possible, with_float32
+from ..precision import HALF
+from .comparison import HOW_TO_FIND, Comparison, Errors, perturbed
+from .float32 import in_float32_if_possible
 from .rows import MOST, LossFunction, Rows, Sizes, columns_of, has_batch
 from .without_dropout import evaluating, without_dropout
 
@@ -58,18 +57,19 @@ class Oracle:
         engine: Clips.
 
     Attributes:
+        engine: It clips.
         has_compared: Whether the model as it is was compared.
         position_dims: In which dimension each of the model's outputs has padding, as far as that was seen.
     """
 
     def __init__(self, engine: ClippingEngine):
-        self._engine = engine
+        self.engine = engine
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget what was compared: the model may compute otherwise now."""
         self.has_compared = False
-        self.position_dims: Sequence[int | None] = ()
+        self.position_dims: dict[int, int] = {}
         # by kind of call, the most rows that were compared, and their lengths
         self._records: dict[Any, tuple[int, Lengths]] = {}
 
@@ -83,8 +83,8 @@ class Oracle:
         """
         most, known = self._records.get(kind, (0, {})) if self.has_compared else (0, {})
         count = MOST if min(size, MOST) > most else _PAIR if _extended(known, lengths) != known else 0
-        shards = self._engine.trainable.shards
-        return -shards.least(-count, self._engine.trainable.device) if shards else count
+        shards = self.engine.trainable.shards
+        return -shards.least(-count, self.engine.trainable.device) if shards else count
 
     def compare(self, kind: Any, rows: Rows, count: int, lengths: Sizes, losses_of: LossFunction | None) -> Errors:
         """Compare ``count`` rows of all lengths.
@@ -92,9 +92,9 @@ class Oracle:
         Raises:
             SelfCheckError: norms, losses or the clipped sum are others than those of the rows alone.
         """
-        engine, chosen = self._engine, rows.spread(count)
-        if not rows.batch_first and any(len(chosen) in x.shape[1:] for x in rows.tensors):
-            chosen = chosen[1:]  # as many rows as positions could not be told from them
+        engine, chosen = self.engine, rows.spread(count)
+        if rows.only(chosen).are_ambiguous:
+            chosen = chosen[1:]
         trainable = engine.trainable
         with forked_generators(trainable.device), _named_causes(engine), engine.trial():
             if trainable.shards or trainable.parallel:  # processes that share parameters must decide alike
@@ -102,7 +102,7 @@ class Oracle:
                 rows, chosen = trainable.shards.broadcast_inputs((rows, chosen), trainable.device)
                 torch.manual_seed(0)
             errors = self._compared(rows, chosen, losses_of)
-            if trainable.shards.any_rank(not errors.are_small, trainable.device):
+            if not errors.are_small:
                 self._refuse(rows, chosen, errors)
         warn_about_fallback(engine.owners)
         self.has_compared = True
@@ -121,12 +121,12 @@ class Oracle:
         self.compare(kind, rows, MOST, lengths, losses_of)
 
     def _compared(self, rows: Rows, chosen: list[int], losses_of: LossFunction | None) -> Errors:
-        engine = self._engine
-        precise = rows.changed(lambda path, x: with_float32(x))
-        given = Comparison(engine, precise, chosen, losses_of)
-        found, replaced = in_float32_if_possible(engine, given.loss_of_first, lambda: self._in_modes(given))
-        if found is None or (found.are_small and replaced and not self.has_compared):  # once as it trains, too
-            given = Comparison(engine, rows, chosen, losses_of)
+        """Compare in float32 if the model runs in it, and before the first step as it trains, too."""
+        precise = rows.changed(lambda path, x: x.float() if isinstance(x, torch.Tensor) and x.dtype in HALF else x)
+        given = Comparison(self.engine, precise, chosen, losses_of)
+        found, is_other = in_float32_if_possible(self.engine, given.loss_of_first, lambda: self._in_modes(given))
+        if found is None or (found.are_small and is_other and not self.has_compared):
+            given = Comparison(self.engine, rows, chosen, losses_of)
             as_trained = self._in_modes(given)
             found = found if found is not None and as_trained.are_small else as_trained
         self.position_dims = given.position_dims or self.position_dims
@@ -134,8 +134,9 @@ class Oracle:
 
     def _in_modes(self, given: Comparison) -> Errors:
         """Compare in the mode that the model is in, without dropout. If other random numbers are drawn there, a row
-        has not the same ones alone; then the model must evaluate."""
-        engine, device = self._engine, self._engine.trainable.device
+        has not the same ones alone, and reentrant checkpointing shows no gradient of one; then the model must
+        evaluate."""
+        engine, device, errors = self.engine, self.engine.trainable.device, None
         with perturbed(engine), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
             before = global_state(device)
@@ -145,47 +146,28 @@ class Oracle:
                 if not _is_reentrant(error):
                     raise
                 engine.begin_anew()
-                with evaluating(engine.model):  # where nothing is checkpointed, if at all
-                    return self._discovered(given)
-            if errors.are_small or not (given.is_reentrant or not same_global_state(before, global_state(device))):
+            if errors is not None and (errors.are_small or same_global_state(before, global_state(device))):
                 return errors
             with evaluating(engine.model):
-                before = global_state(device)
                 try:
-                    in_evaluation = given.run()
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:  # it goes backward in training alone, as Reformer
-                    engine.trainable.shards.recover()
-                    logger.info("the model is not compared in evaluation: %s: %s", type(error).__name__, error)
+                    return self._discovered(given) if errors is None else given.run()
+                except Exception as error:
+                    if errors is None or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    engine.trainable.shards.recover()  # it goes backward in training alone, as Reformer
                     return errors
-                if in_evaluation.are_small or same_global_state(before, global_state(device)):
-                    return in_evaluation
-        raise SelfCheckError(
-            f"{type(engine.model).__name__} draws random numbers in evaluation too, and in a way (a permutation, "
-            "integers, a generator of Python or NumPy) in which an example alone cannot be given those that it has in "
-            "a batch, so that the two cannot be compared. Draw them in training alone ('if self.training:')."
-        )
 
     def _discovered(self, given: Comparison) -> Errors:
         """Find the owners, if that was not done, and compare. Parents own what modules hold that turn out not to be
         re-runnable; where the parents are not either, the error is that of the module that began it."""
-        engine = self._engine
+        engine = self.engine
         first: UnsupportedModuleError | None = None
         while True:
             if not self.has_compared or first is not None:
                 with without_dropout():
                     _discover(engine, given)
             try:
-                errors = given.run()
-                if engine.memory is not None and not given.error_with_all_kept() <= TOLERANCE[errors.low_precision]:
-                    raise SelfCheckError(
-                        f"with a memory_budget clipping is not exact for {type(engine.model).__name__}: the clipped "
-                        "sum of what is kept of each layer is not that of what is not. A rule of your own "
-                        "(register_grad_sampler) gives wrong gradients of the right norms, or a module does: correct "
-                        "it, or leave memory_budget out."
-                    )
-                return errors
+                return given.run()
             except UnsupportedModuleError as error:
                 engine.trainable.shards.recover()
                 engine.trainable.thaw()
@@ -198,7 +180,7 @@ class Oracle:
 
     def _refuse(self, rows: Rows, chosen: Sequence[int], errors: Errors) -> None:
         """Raise SelfCheckError that says what the reason may be. It has no figure of any row."""
-        where = f"{type(self._engine.model).__name__} in mode '{self._engine.mode.name}'"
+        where = f"{type(self.engine.model).__name__} in mode '{self.engine.mode.name}'"
         wrong_b, padded_b = errors.wrong_b.tolist(), [rows.is_padded(i) for i in chosen]
         own = {padded for wrong, padded in zip(wrong_b, padded_b, strict=True) if wrong}
         others = {padded for wrong, padded in zip(wrong_b, padded_b, strict=True) if not wrong}
@@ -208,7 +190,6 @@ class Oracle:
                 f"batch ({where}), so every example has a say in the gradients of others. {HOW_TO_PAD} If padding is "
                 f"right, the model or its loss mixes examples by what is in the longest. {HOW_TO_FIND}."
             )
-        may_be_padded = f" Or it reads padding: {HOW_TO_PAD}" if any(padded_b) else ""
         raise SelfCheckError(
             f"an example has another gradient or loss beside other examples than alone, so clipping is not exact for "
             f"{where}: the model or its loss mixes examples (batch statistics, a condition or a maximum over the "
@@ -216,7 +197,7 @@ class Oracle:
             f"other ones when it runs again, or a rule is wrong for a module. {HOW_TO_FIND}: compute each row from "
             "itself alone, and choose by a mask (torch.where). If none mixes, freeze the modules that are not of "
             "torch or transformers one after the other until this passes, and report the one that it was."
-            f"{may_be_padded}"
+            f"{f' Or it reads padding: {HOW_TO_PAD}' if any(padded_b) else ''}"
         )
 
 
@@ -231,9 +212,8 @@ HOW_TO_PAD = (
 def _discover(engine: ClippingEngine, given: Comparison) -> None:
     """Find the owners on these rows, so that every use of every parameter is seen by a module whose outputs have a
     batch."""
-    rows, model = given.together, engine.model
-    leaves = tree_leaves((rows.args, rows.kwargs))
-    taken = {n for x in leaves if has_batch(x, rows.size) for n in x.shape[1:]}
+    rows, trainable = given.together, engine.trainable
+    taken = {n for x in rows.tensors if has_batch(x, rows.size) for n in x.shape[1:]}
     size, other_size, *_ = (n for n in range(3, 3 + 2 * len(taken) + 4, 2) if n not in taken)
     given_first = rows.only([j % rows.size for j in range(size)])
     # copies of one row, so that the tokens which an expert takes do not grow as the rows do
@@ -241,25 +221,23 @@ def _discover(engine: ClippingEngine, given: Comparison) -> None:
 
     def plain(n: int, is_padded: bool, is_same: bool) -> torch.Tensor:
         batch = given_first if n == size else copies
-        batch = batch.changed(partial(_same_at_all_positions, batch)) if is_same else batch
         with engine.suspended():
-            return given.losses_of_rows(_with_shorter_masks(batch) if is_padded else batch)
+            return given.losses_of_rows(_changed(batch, is_padded=is_padded, is_same=is_same))
 
     def tapped() -> None:
         engine.install_hooks()
         try:
             given.losses_of_rows(given_first)
         except BaseException:
-            engine.trainable.shards.recover()
+            trainable.shards.recover()
             raise
 
     try:
         # positions are not looked for where they come before the examples: flattened rows would not lie example by
         # example
         positions = positions_of(rows.args, rows.kwargs, rows.size) if engine.batch_first else set()
-        trainable = engine.trainable
-        sizes = size, other_size
-        discover_owners(model, engine.owners, trainable.parameters, plain, tapped, sizes, positions, trainable.shards)
+        sizes, parameters = (size, other_size), trainable.parameters
+        discover_owners(engine.model, engine.owners, parameters, plain, tapped, sizes, positions, trainable.shards)
     except UnownedParameterError as error:
         raise SelfCheckError(str(error)) from None
     finally:
@@ -267,30 +245,28 @@ def _discover(engine: ClippingEngine, given: Comparison) -> None:
         engine.install_hooks()
 
 
-def _same_at_all_positions(rows: Rows, path: tuple, x: Any) -> Any:
-    """Return an argument with its first number everywhere; a mask leaves nothing out."""
-    if not has_batch(x, rows.size) or x.dim() < 2 or not x.numel():
-        return x
-    is_mask = x.dtype == torch.bool or "mask" in rows.name_of(path)
-    return torch.ones_like(x) if is_mask else x.reshape(-1)[0].expand_as(x).clone()
-
-
-def _with_shorter_masks(rows: Rows) -> Rows:
-    """The first example's masks end a position earlier, so that a model which drops padding before it computes is seen
-    to do so."""
+def _changed(rows: Rows, *, is_padded: bool, is_same: bool) -> Rows:
+    """Return rows in other arguments. Those that are the same hold their first number everywhere, and masks leave
+    nothing out. Of those that are padded, the first one's masks end a position earlier, so that a model which drops
+    padding before it computes is seen to do so."""
 
     def change(path: tuple, x: Any) -> Any:
-        if not has_batch(x, rows.size) or x.dim() < 2 or "mask" not in str(getattr(path[-1], "key", "")):
+        if not has_batch(x, rows.size) or x.dim() < 2 or not x.numel():
             return x
-        x = x.clone()
-        x[0, ..., -1] = 0
+        is_mask = "mask" in rows.name_of(path)
+        if is_same:
+            is_all = is_mask or x.dtype == torch.bool
+            x = torch.ones_like(x) if is_all else x.reshape(-1)[0].expand_as(x).clone()
+        if is_padded and is_mask:
+            x = x.clone()
+            x[0, ..., -1] = 0
         return x
 
     return rows.changed(change)
 
 
-def _is_reentrant(error: Exception) -> bool:
-    """Whether torch says that reentrant checkpointing gives no gradients of one example."""
+def _is_reentrant(error: BaseException) -> bool:
+    """Return True if torch says that reentrant checkpointing gives no gradients of one example."""
     return "checkpoint" in str(error).lower() and ".grad()" in str(error)
 
 
@@ -304,12 +280,6 @@ def _named_causes(engine: ClippingEngine) -> Iterator[None]:
         raise
     except Exception as error:
         engine.trainable.shards.recover()
-        if "escaped from inside a function being vmapped" in str(error):
-            raise SelfCheckError(
-                "the model, or its loss, reads a tensor that a module has put away in a forward pass, neither in what "
-                "it returns nor in an attribute, list or dictionary of its own (in a global variable, or in another "
-                "object). Let the module return it."
-            ) from error
         if _is_reentrant(error):
             raise SelfCheckError(
                 "a part of the model runs under reentrant activation checkpointing, through which autograd gives no "
@@ -318,7 +288,6 @@ def _named_causes(engine: ClippingEngine) -> Iterator[None]:
         for path, module in engine.model.named_modules():
             if isinstance(module, _BatchNorm) and module.training:
                 raise SelfCheckError(f"{named(path, module)} {HOW_BATCH_NORM_MIXES}") from error
-        for path, module in engine.model.named_modules():
             is_second = isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first
             if is_second and engine.batch_first and isinstance(error, SelfCheckError):
                 raise SelfCheckError(

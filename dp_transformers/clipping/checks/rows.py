@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
 
 from ..batch_dims import batch_size_of
-from ..errors import SelfCheckError, UnownedParameterError, UnsupportedModuleError
+from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
 from ..ragged import Ragged, is_ragged, packed, unpacked, unpacked_sequence
 
@@ -21,7 +21,6 @@ LossFunction = Callable[..., torch.Tensor]  # (*args, **kwargs of the model) -> 
 # By the path of a tensor in (args, kwargs) (``torch.utils._pytree.keystr``), and by dimension: on which side it is
 # padded, and the size that each row has without padding. Rows are in dimension 0.
 Sizes = Mapping[str, Mapping[int, tuple[str, Sequence[int]]]]
-OWN_ERRORS = (SelfCheckError, UnownedParameterError, UnsupportedModuleError)
 MOST = 8  # rows that are compared at once
 
 
@@ -37,7 +36,6 @@ class Rows:
             as a padded one.
         names: The names of the positional arguments.
         batch_first: Whether the model takes the rows in the first dimension.
-        uncut: If these are some of more rows, the name of a tensor that has several rows for each example.
     """
 
     args: tuple
@@ -46,7 +44,6 @@ class Rows:
     sizes: Sizes = field(default_factory=dict)
     names: Sequence[str] = ()
     batch_first: bool = True
-    uncut: str = ""
 
     @classmethod
     def of(
@@ -55,25 +52,14 @@ class Rows:
         """Make them of what ``model`` is called with."""
         size = batch_size_of(model, args, kwargs, batch_first)
         names = list(inspect.signature(model.forward).parameters)
-        args, kwargs = unpacked(model, args, kwargs)
-        if not batch_first:
-            args, kwargs = second_dimension_first(args, kwargs)
-        return cls(args, kwargs, size, sizes or {}, names, batch_first)
+        given = unpacked(model, args, kwargs)
+        return cls(*(given if batch_first else _transposed(given)), size, sizes or {}, names, batch_first)
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a model, or a loss of what it is called with."""
-        args, kwargs = packed((self.args, self.kwargs))
-        if not self.batch_first:
-            args, kwargs = second_dimension_first(args, kwargs)
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            if not self.uncut or isinstance(error, OWN_ERRORS):
-                raise
-            raise SelfCheckError(
-                f"the model raised {type(error).__name__} for some rows of a batch: {self.uncut} has another number "
-                "of rows than there are examples. Let the collator give each one row, and flatten it in the model."
-            ) from error
+        given = packed((self.args, self.kwargs))
+        args, kwargs = given if self.batch_first else _transposed(given)
+        return function(*args, **kwargs)
 
     def changed(self, change: Callable[[tuple, Any], Any]) -> Rows:
         """Return the same with ``change(path, x)`` in the place of each argument."""
@@ -85,53 +71,42 @@ class Rows:
         """The tensors among the arguments."""
         return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, torch.Tensor)]
 
-    def _taken(self, x: Any, rows: list[int]) -> Any:
-        if isinstance(x, Ragged):
-            return replace(x, padded=x.padded[rows], lengths=x.lengths[rows])
-        return x[rows] if has_batch(x, self.size) else x
+    @property
+    def are_ambiguous(self) -> bool:
+        """True if they are not in the first dimension of the model's inputs, and nobody could tell them from
+        positions, of which there are as many."""
+        return not self.batch_first and any(self.size in x.shape[1:] for x in self.tensors)
 
     def only(self, rows: Sequence[int]) -> Rows:
         """Return these rows as they stand, in this order."""
         chosen = list(rows)
-        taken = self.changed(lambda path, x: self._taken(x, chosen))
-        return replace(taken, size=len(chosen), sizes={}, uncut=self._uncut())
+
+        def take(path: tuple, x: Any) -> Any:
+            if isinstance(x, Ragged):
+                return replace(x, padded=x.padded[chosen], lengths=x.lengths[chosen])
+            return x[chosen] if has_batch(x, self.size) else x
+
+        return replace(self.changed(take), size=len(chosen), sizes={})
 
     def alone(self, row: int, copies: int = 1) -> Rows:
         """Return one row without its padding, ``copies`` times."""
         lengths = lengths_of(self.sizes, row)
 
         def cut(path: tuple, x: Any) -> Any:
-            if type(x) is int and x in lengths:  # the length of the longest row, given as a number
-                return lengths[x][1]
-            if isinstance(x, torch.Tensor):
-                x = self._cut(x, self.sizes.get(keystr(path)), lengths, row, self.name_of(path))
-            return self._taken(x, [row] * copies)
-
-        return replace(self.changed(cut), size=copies, sizes={}, uncut=self._uncut())
-
-    def _uncut(self) -> str:
-        for path, x in tree_leaves_with_path((self.args, self.kwargs)):
-            if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) > self.size > 1 and len(x) % self.size == 0:
-                return f"'{self.name_of(path)}'"
-        return self.uncut
-
-    def _cut(self, x: torch.Tensor, known: Any, lengths: Mapping, row: int, name: str) -> torch.Tensor:
-        """Return a tensor of all rows, without the padding of this row."""
-        is_whole = not x.is_floating_point() and x.dtype != torch.bool
-        if known is not None:
-            cuts = [(d, side, own[row]) for d, (side, own) in known.items() if x.shape[d] == max(own)]
-        elif x.dim() - has_batch(x, self.size) < 1 and is_whole and "label" not in name:
-            for longest, (_, own) in lengths.items():  # a length that all rows are given
-                x = x.where(x != longest, own) if bool((x == longest).all()) else x
+            if not isinstance(x, torch.Tensor):
+                return x
+            known, first = self.sizes.get(keystr(path)), has_batch(x, self.size)
+            if known is not None:
+                cuts = [(d, side, own[row]) for d, (side, own) in known.items() if x.shape[d] == max(own)]
+            else:
+                dims = [d for d in range(first, x.dim()) if x.shape[d] in lengths]
+                dims = dims if "mask" in self.name_of(path) or x.dtype == torch.bool else dims[:1]
+                cuts = [(d, *lengths[x.shape[d]]) for d in dims]
+            for d, side, own in cuts:
+                x = _narrowed(x, d, own, side)
             return x
-        else:
-            dims = [d for d in range(has_batch(x, self.size), x.dim()) if x.shape[d] in lengths]
-            dims = dims if "mask" in name or x.dtype == torch.bool else dims[:1]
-            is_of_classes = "label" in name and x.is_floating_point()  # which may be as many as positions
-            cuts = [] if is_of_classes else [(d, *lengths[x.shape[d]]) for d in dims]
-        for d, side, own in cuts:
-            x = x.narrow(d, 0 if side == "right" else x.shape[d] - own, own)
-        return x
+
+        return self.changed(cut).only([row] * copies)
 
     def name_of(self, path: tuple) -> str:
         """Return the name of an argument; "" if it has none."""
@@ -140,13 +115,22 @@ class Rows:
         return str(getattr(path[-1], "key", ""))
 
     def own_part(self, x: torch.Tensor, row: int, shape: Sequence[int], place: int | None = None) -> torch.Tensor:
-        """Return what a row has of a tensor with all rows, in the shape that it has alone.
+        """Return what a row has of an output with all rows, without the positions that it has for padding.
 
         Args:
+            shape: What it has alone.
             place: Where in the tensor the row is, if not where it is among all rows.
         """
         side = next((side for side, _ in lengths_of(self.sizes, row).values()), "right")
-        return cut_to(x[row if place is None else place], shape, side)
+        x = x[row if place is None else place]
+        if x.dim() != len(shape) or any(n < m for n, m in zip(x.shape, shape, strict=True)):
+            raise SelfCheckError(
+                f"the model's output has {x.dim() + 1} dimensions for several examples, and another shape for one "
+                "alone: squeeze() takes the dimension of the batch too where it is 1. Name it, as in squeeze(-1)."
+            )
+        for d, own in enumerate(shape):
+            x = _narrowed(x, d, own, side)
+        return x
 
     # ---- which rows ----
 
@@ -159,7 +143,7 @@ class Rows:
         return sorted({order[round(j * (len(order) - 1) / max(1, count - 1))] for j in range(count)})
 
     def is_padded(self, row: int) -> bool:
-        """Whether a row is shorter than another one."""
+        """Return True if a row is shorter than another one."""
         return any(own[row] < max(own) for _, own in columns_of(self.sizes))
 
 
@@ -178,7 +162,8 @@ def lengths_of(sizes: Sizes, row: int) -> dict[int, tuple[str, int]]:
     return {longest: next(iter(ways)) for longest, ways in found.items() if len(ways) == 1}
 
 
-# ---- what a model returns ----
+def _narrowed(x: torch.Tensor, dim: int, own: int, side: str) -> torch.Tensor:
+    return x.narrow(dim, 0 if side == "right" else x.shape[dim] - own, own)
 
 
 def has_batch(x: Any, batch: int) -> bool:
@@ -191,20 +176,28 @@ def arguments_of(batch: Any) -> tuple[tuple, dict]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) and not is_ragged(batch) else (batch,)), {}
 
 
-def second_dimension_first(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _transposed(given: tuple[tuple, dict]) -> tuple[tuple, dict]:
     return tree_map(
-        lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x,
-        (args, kwargs),
-        is_leaf=is_ragged,
+        lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x, given, is_leaf=is_ragged
     )
+
+
+# ---- what a model returns ----
+
+
+def outputs_of(model: nn.Module, rows: Rows, losses_of: LossFunction | None) -> list[torch.Tensor]:
+    """Run the model. Return the tensors of numbers that it returns, rows first; or the losses, (B,)."""
+    if losses_of is not None:
+        return [rows.call(losses_of)]
+    return by_example(model, rows.call(model), rows.size, batch_first=rows.batch_first)
 
 
 def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) -> list[torch.Tensor]:
     """Return every tensor of numbers in what the model returned for so many examples, examples first."""
 
     tensors = [x for x in floating_tensors(with_rows(output)) if x.dim()]
-    is_split = any(is_dtensor(x) for x in tensors)
     found = [x.transpose(0, 1) if is_batch_second(x, batch, batch_first=batch_first) else x for x in tensors]
+    is_split = any(is_dtensor(x) for x in tensors)
     if is_split or not found or any(len(x) != batch for x in found):
         what = "a DTensor" if is_split else type(output).__name__
         raise SelfCheckError(
@@ -217,7 +210,7 @@ def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) 
 
 
 def is_batch_second(x: torch.Tensor, batch: int, *, batch_first: bool) -> bool:
-    """Whether an output has its examples in the second dimension, as the states of a recurrent layer have them,
+    """Return True if an output has its examples in the second dimension, as the states of a recurrent layer have them,
     whatever comes first in its outputs."""
     return x.dim() > 1 and x.shape[1] == batch and (len(x) != batch or (not batch_first and x.dim() > 2))
 
@@ -252,19 +245,8 @@ def projected(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return (B,), a fixed random linear function of each row of the tensors."""
     losses = []
     for x in tensors:
-        generator = torch.Generator().manual_seed(x[0].numel())
-        weight = torch.randn(x[0].numel(), generator=generator).to(x.device) / max(1, x[0].numel()) ** 0.5
-        losses.append(x.flatten(1).float() @ weight if x.dim() > 1 else x.float() * weight)
+        numbers = x.float().unsqueeze(1).flatten(1)
+        n = numbers.shape[1]
+        weight = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(x.device)
+        losses.append(numbers @ (weight / max(1, n) ** 0.5))
     return torch.stack(losses).sum(0)
-
-
-def cut_to(x: torch.Tensor, shape: Sequence[int], side: str) -> torch.Tensor:
-    """Return a row of an output without the positions that it has for padding, which are on this side."""
-    if x.dim() != len(shape) or any(n < m for n, m in zip(x.shape, shape, strict=True)):
-        raise SelfCheckError(
-            f"the model's output has {x.dim() + 1} dimensions for several examples, and another shape for one alone: "
-            "squeeze() takes the dimension of the batch too where it is 1. Name the dimension, as in squeeze(-1)."
-        )
-    for d, wanted in enumerate(shape):
-        x = x.narrow(d, 0 if side == "right" else x.shape[d] - wanted, wanted)
-    return x

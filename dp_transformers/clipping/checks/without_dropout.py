@@ -12,10 +12,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_DROPOUTS = {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # their only float is their dropout
-_IN_PLACE = {"normal_", "uniform_", "exponential_", "bernoulli_", "log_normal_", "cauchy_", "geometric_"}
 _USUAL = 0.6
+
+
+_INSTEAD: dict[str, Callable[..., torch.Tensor]] = {
+    **dict.fromkeys(("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d"), lambda x, *args, **kwargs: x),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), lambda x, *args, **kwargs: x),
+    **dict.fromkeys(
+        ("normal_", "uniform_", "exponential_", "log_normal_", "cauchy_", "geometric_"),
+        lambda x, *args, **kwargs: x.fill_(_USUAL),
+    ),
+    "bernoulli_": lambda x, *args, **kwargs: x.fill_(1.0),
+    "bernoulli": lambda x, *args, **kwargs: torch.ones_like(x),
+    **dict.fromkeys(("rand_like", "randn_like"), lambda x, **kwargs: torch.empty_like(x, **kwargs).fill_(_USUAL)),
+}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # their only float is their dropout
 
 
 class without_dropout(TorchFunctionMode):
@@ -24,30 +35,24 @@ class without_dropout(TorchFunctionMode):
     makes from generators of its own, stay as they are."""
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if "generator" in kwargs and sys._getframe(1).f_globals.get("__name__", "").startswith("dp_transformers."):
             return func(*args, **kwargs)
         if func in (torch.autograd.backward, torch.autograd.grad):
             with self._during_backward():
                 return func(*args, **kwargs)
-        if name in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if name in _IN_PLACE and args:
-            return args[0].fill_(_USUAL if name != "bernoulli_" else 1.0)
+        if name in _INSTEAD and args:
+            return _INSTEAD[name](*args, **kwargs)
         if name in ("rand", "randn"):
-            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+            kwargs.pop("generator", None)
             return torch.empty(*args, **kwargs).fill_(_USUAL)
-        if name in ("rand_like", "randn_like"):
-            return torch.empty_like(*args, **kwargs).fill_(_USUAL)
-        if name == "bernoulli":
-            return torch.ones_like(args[0] if args else kwargs["input"])
         if name == "normal" and len(args) == 2 and not kwargs:
             return args[0] + _USUAL * args[1]
         if func is F.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args, dict(kwargs)
             kwargs |= {} if len(args) > 4 else {"dropout_p": 0.0}
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
         if func is F.multi_head_attention_forward:
-            kwargs = {**kwargs, "training": False}
+            kwargs["training"] = False
         if name in _RECURRENT:
             args = tuple(0.0 if isinstance(x, float) else x for x in args)
         return func(*args, **kwargs)

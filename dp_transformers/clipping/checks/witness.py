@@ -17,7 +17,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from ..hooks import configurations, without_caches
 from ..precision import HALF
 from ..recorded_call import autocast_state
 from .comparison import HOW_TO_FIND, TOLERANCE, differs
-from .rows import LossFunction, Rows, by_example
+from .rows import LossFunction, Rows, by_example, outputs_of
 from .without_dropout import evaluating, without_dropout
 
 logger = logging.getLogger(__name__)
@@ -83,16 +83,11 @@ class Witness:
     """
 
     def __init__(self, engine: ClippingEngine, rows: Rows, losses_of: LossFunction | None, secret: int):
-        self._engine, self._rows, self._losses_of = engine, rows, losses_of
+        self._engine, self._rows, self.losses_of = engine, rows, losses_of
         most = 1 if engine.trainable.shards else _MOST  # ranks may have fewer rows
         self._order = [(secret + i) % rows.size for i in range(min(rows.size, most))]
         self._autocast = autocast_state(engine.trainable.device)
-        self._before = global_state(engine.trainable.device)
-
-    @property
-    def is_of_losses(self) -> bool:
-        """Whether losses are compared, and not what the model returns."""
-        return self._losses_of is not None
+        self.begin()
 
     def begin(self) -> None:
         """The generators are as the pass will find them."""
@@ -105,75 +100,71 @@ class Witness:
             SelfCheckError: rows give something else alone.
         """
         engine, rows = self._engine, self._rows
-        if not rows.batch_first and any(rows.size in x.shape[1:] for x in rows.tensors):
-            return  # nobody could tell rows from positions
+        if rows.are_ambiguous:
+            return
         drew = not same_global_state(self._before, global_state(engine.trainable.device))
         try:
-            moved = self._any_rank(drew) or self._are_moved(self._tensors(given, rows), self._order[:1])
-            moved = moved and self._are_moved_without_dropout()
+            if self.losses_of is None:
+                given = by_example(engine.model, given, rows.size, batch_first=rows.batch_first)
+            tensors = [x.detach() for x in given] if self.losses_of is None else [given.detach()]
+            if not (self._any_rank(drew) or self._are_moved(tensors)) or not self._are_moved_without_dropout():
+                return
         except (SelfCheckError, torch.OutOfMemoryError) as error:  # outputs without rows, or no memory left
             logger.info("no row was run again alone: %s", error)
             return
-        if moved:
-            engine.trainable.drop_gradients()
-            engine.forget()
-            raise SelfCheckError(
-                f"{type(engine.model).__name__} or its loss gives something else for a row of this batch when it is "
-                "alone and unpadded: what is in other rows decides what is computed for it (a condition over the "
-                "whole batch, as (input_ids == image_token).any(), a maximum, statistics, places that are limited, a "
-                "length above which all rows are treated otherwise, a loss that compares rows), beyond the clipping "
-                f"bound. {HOW_TO_FIND}: compute each row from itself alone, apply what some rows need to all of them, "
-                "and choose by a mask, row by row (torch.where)."
-            )
+        engine.trainable.drop_gradients()
+        engine.forget()
+        raise SelfCheckError(
+            f"{type(engine.model).__name__} or its loss gives something else for a row of this batch when it is "
+            "alone and unpadded: what is in other rows decides what is computed for it (a condition over the whole "
+            "batch, as (input_ids == image_token).any(), a maximum, statistics, places that are limited, a length "
+            "above which all rows are treated otherwise, a loss that compares rows), beyond the clipping bound. "
+            f"{HOW_TO_FIND}: compute each row from itself alone, apply what some rows need to all of them, and choose "
+            "by a mask, row by row (torch.where)."
+        )
 
-    def _are_moved(self, given: Sequence[torch.Tensor], rows: Sequence[int], least: int = 1) -> bool:
-        """Whether at least so many of these rows give something else alone."""
-        precision = self._engine.trainable.low_precision
-        moved = 0
-        for row in rows:
+    def _are_moved(self, given: Sequence[torch.Tensor], rows: int = 1, least: int = 1) -> bool:
+        """Return True if, of so many rows, at least so many give something else alone."""
+        moved, low_precision = 0, self._engine.trainable.low_precision
+        for row in self._order[:rows]:
             for x, (own, *_) in zip(given, self._computed(self._rows.alone(row))[0], strict=True):
-                lowest = min(x.dtype, precision, key=lambda dtype: torch.finfo(dtype).bits)
+                lowest = min(x.dtype, low_precision, key=lambda dtype: torch.finfo(dtype).bits)
                 if differs(self._rows.own_part(x, row, own.shape), own, x, TOLERANCE[lowest]):
                     moved += 1
                     break
         return self._any_rank(moved >= least)
 
     def _any_rank(self, condition: bool) -> bool:
-        """All processes that share parameters run the model equally often."""
+        """Let all processes that share parameters run the model equally often."""
         trainable = self._engine.trainable
         return trainable.shards.any_rank(condition, trainable.device)
 
     def _are_moved_without_dropout(self) -> bool:
-        """The same of more rows, where the batch runs again with constants for random numbers; False if some are drawn
-        even where the model evaluates."""
+        """Return the same of more rows, where the batch runs again with constants for random numbers; False if some
+        are drawn even where the model evaluates."""
+        count, is_low = len(self._order), self._engine.trainable.low_precision in HALF
+        least = count // 2 + 1 if is_low else min(2, max(1, count - 1))
         for context in (nullcontext(), evaluating(self._engine.model)):
             with context:
                 given, drew = self._computed(self._rows)
                 if not self._any_rank(drew):
-                    rows, is_low = self._order, self._engine.trainable.low_precision in HALF
-                    least = len(rows) // 2 + 1 if is_low else min(2, max(1, len(rows) - 1))
-                    return self._are_moved(given, rows[:1]) and (len(rows) < 2 or self._are_moved(given, rows, least))
+                    return self._are_moved(given) and self._are_moved(given, count, least)
         return False
-
-    def _tensors(self, given: Any, rows: Rows) -> list[torch.Tensor]:
-        if self._losses_of is not None:
-            return [given.detach()]
-        return [x.detach() for x in by_example(self._engine.model, given, rows.size, batch_first=rows.batch_first)]
 
     def _computed(self, rows: Rows) -> tuple[list[torch.Tensor], bool]:
         """Compute what is compared without a graph and without dropout, and leave nothing behind. Return it, and
         whether random numbers were drawn."""
         engine, device = self._engine, self._engine.trainable.device
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
+        with (
+            warnings.catch_warnings(),
+            torch.no_grad(),
+            engine.suspended(),
+            engine.state.during_check(),
+            without_caches(configurations(engine.model)),
+            seeded_global_generators([0], device),
+            without_dropout(),
+            torch.autocast(*self._autocast, cache_enabled=False),
+        ):
             warnings.simplefilter("ignore")  # of checkpointing without gradients
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(engine.suspended())
-            stack.enter_context(engine.state.during_check())
-            stack.enter_context(without_caches(configurations(engine.model)))
-            stack.enter_context(seeded_global_generators([0], device))
-            stack.enter_context(without_dropout())
-            stack.enter_context(torch.autocast(*self._autocast, cache_enabled=False))
             before = global_state(device)
-            given = rows.call(engine.model if self._losses_of is None else self._losses_of)
-            return self._tensors(given, rows), not same_global_state(before, global_state(device))
+            return outputs_of(engine.model, rows, self.losses_of), not same_global_state(before, global_state(device))
