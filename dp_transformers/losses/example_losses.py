@@ -122,14 +122,9 @@ class ExampleLosses:
                 "set label_names, or use a collator that makes labels (DataCollatorForLanguageModeling). A loss that "
                 "needs no labels is per_example_loss_func=f with f(model, inputs) -> (B,), which calls the model."
             )
-        labels = self._labels_of(inputs)
-        for name in self._label_names:
-            del inputs[name]
+        mask, columns = inputs.get("attention_mask"), tuple(inputs.pop(name) for name in self._label_names)
+        labels = columns[0] if len(columns) == 1 else columns
+        labels = without_targets_of_padding(labels, mask) if self._predicts_next else labels
         inputs = {**decoder_inputs(model, labels), **inputs}  # decoder inputs that the batch has win
         refuse_missing_decoder_inputs(model, inputs)
         return model(**inputs), labels
-
-    def _labels_of(self, inputs: Mapping[str, Any]) -> Any:
-        labels = tuple(inputs[name] for name in self._label_names)
-        labels = labels[0] if len(labels) == 1 else labels
-        return without_targets_of_padding(labels, inputs.get("attention_mask")) if self._predicts_next else labels

@@ -14,7 +14,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -26,20 +25,15 @@ IGNORE_INDEX = -100
 # (model outputs, labels or a tuple of labels) -> (B,), or (model, inputs) -> (B,)
 PerExampleLoss = Callable[[Any, Any], torch.Tensor]
 
-_MAPPINGS = {
-    "seq2seq_lm": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",  # first: BART is under masked_lm too
-    "speech_seq2seq_lm": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
-    "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "masked_lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
-    "question_answering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
-    "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
-    "image_classification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-    "audio_classification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
-    "multiple_choice": "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
-}
-_ENCODER_DECODERS = ("seq2seq_lm", "speech_seq2seq_lm")  # decoder inputs are the shifted labels
+# of heads, as transformers' auto mappings name them, and the first that names a class: BART is under masked_lm too
+_KINDS = (
+    "seq_to_seq_causal_lm", "speech_seq_2_seq", "causal_lm", "masked_lm", "token_classification",
+    "question_answering", "sequence_classification", "image_classification", "audio_classification",
+    "multiple_choice",
+)  # fmt: skip
+_ENCODER_DECODERS = ("seq_to_seq_causal_lm", "speech_seq_2_seq")  # decoder inputs are the shifted labels
 _OF_CLASSES = ("sequence_classification", "image_classification", "audio_classification")
+_OF_ONE_CLASS = "single_label_classification"
 
 # Heads in these mappings with another loss (every forward of transformers 5.23 was read for this list).
 _OTHER_CONVENTIONS = {
@@ -72,7 +66,7 @@ def sequence_classification_loss(
     if problem_type is None:
         of_classes = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
         problem_type = "regression" if logits.shape[-1] == 1 else of_classes
-    if problem_type == "single_label_classification":
+    if problem_type == _OF_ONE_CLASS:
         return _cross_entropy(logits, labels.flatten(), label_smoothing)
     if problem_type not in ("multi_label_classification", "regression"):
         raise ValueError(
@@ -189,26 +183,25 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
             "(reduction='none', averaged inside the example only)."
         )
     _refuse_losses_over_the_batch(base)
-    if kind == "question_answering":
-        _refuse_smoothing(label_smoothing, "question answering")
-        return lambda outputs, labels: question_answering_loss(outputs.start_logits, outputs.end_logits, labels)
-    loss = causal_lm_loss if kind == "causal_lm" else token_loss
+    problem_type = _problem_type(base) if kind in _OF_CLASSES else _OF_ONE_CLASS
+    if kind == "question_answering" or problem_type not in (None, _OF_ONE_CLASS):
+        _refuse_smoothing(label_smoothing, "question answering" if kind == "question_answering" else problem_type)
     virtual_tokens = _virtual_tokens(model) if kind == "causal_lm" else 0
-    if kind == "multiple_choice":
-        loss = partial(sequence_classification_loss, problem_type="single_label_classification")
-    elif kind in _OF_CLASSES:
-        problem_type = _problem_type(base)
-        if problem_type not in (None, "single_label_classification"):
-            _refuse_smoothing(label_smoothing, problem_type)
-        loss = partial(sequence_classification_loss, problem_type=problem_type)
 
     def per_example_loss(outputs: Any, labels: Any) -> torch.Tensor:
+        if kind == "question_answering":
+            return question_answering_loss(outputs.start_logits, outputs.end_logits, labels)
         if not isinstance(labels, torch.Tensor):
             raise ValueError(
                 f"{type(base).__name__} takes one column of labels, got {len(labels)}: set label_names=['labels'] in "
                 "the arguments."
             )
+        if kind in (*_OF_CLASSES, "multiple_choice"):
+            return sequence_classification_loss(
+                outputs.logits, labels, problem_type=problem_type, label_smoothing=label_smoothing
+            )
         labels = F.pad(labels, (virtual_tokens, 0), value=IGNORE_INDEX) if virtual_tokens else labels
+        loss = causal_lm_loss if kind == "causal_lm" else token_loss
         return loss(outputs.logits, labels, label_smoothing=label_smoothing)
 
     return per_example_loss
@@ -226,14 +219,13 @@ def default_loss_bound(model: nn.Module) -> float:
     classes or tokens; 10 for heads without classes (regression, positions, unknown heads)."""
     base = _base_model(model)
     kind, config = _kind(base), cast(Any, getattr(base, "config", None))
-    classes = None
     if kind in ("causal_lm", "masked_lm", *_ENCODER_DECODERS):
-        classes = config.get_text_config().vocab_size
-    elif kind in (*_OF_CLASSES, "token_classification"):
-        problem_type = _problem_type(base)
-        several = problem_type == "multi_label_classification"  # a mean of losses with two classes each
-        classes = None if problem_type == "regression" else 2 if several else config.num_labels
-    return 10.0 if classes is None else 4 + math.log(classes)
+        return 4 + math.log(config.get_text_config().vocab_size)
+    problem_type = _problem_type(base) if kind in (*_OF_CLASSES, "token_classification") else "regression"
+    if problem_type == "regression":
+        return 10.0
+    several = problem_type == "multi_label_classification"  # a mean of losses with two classes each
+    return 4 + math.log(2 if several else config.num_labels)
 
 
 def decoder_inputs(model: nn.Module, labels: Any) -> dict[str, torch.Tensor]:
@@ -258,7 +250,7 @@ def _maker_of_decoder_inputs(base: nn.Module) -> Callable[[torch.Tensor], torch.
     config = cast(Any, getattr(base, "config", None))
     for cls in type(base).__mro__:
         shift = getattr(sys.modules.get(cls.__module__), "shift_tokens_right", None)  # its forward calls this
-        if shift is not None and _mapped_kind(cls) == "speech_seq2seq_lm":
+        if shift is not None and _mapped_kind(cls) == "speech_seq_2_seq":
             return lambda labels, shift=shift: shift(labels, config.pad_token_id, config.decoder_start_token_id)
     return None
 
@@ -313,9 +305,9 @@ def _mapped_kind(cls: type) -> str | None:
 
     if not cls.__module__.startswith("transformers."):  # code from the Hub reuses the names
         return None
-    for kind, mapping in _MAPPINGS.items():
-        for names in getattr(modeling_auto, mapping).values():
-            if cls.__name__ in ((names,) if isinstance(names, str) else names):
+    for kind in _KINDS:
+        for names in getattr(modeling_auto, f"MODEL_FOR_{kind.upper()}_MAPPING_NAMES").values():
+            if cls.__name__ == names or cls.__name__ in (names if isinstance(names, tuple) else ()):
                 return kind
     return None
 
@@ -323,13 +315,13 @@ def _mapped_kind(cls: type) -> str | None:
 def _problem_type(base: nn.Module) -> str | None:
     names = [c.__name__ for c in type(base).__mro__]
     if _kind(base) == "audio_classification" and "ASTForAudioClassification" not in names:
-        return "single_label_classification"  # these heads ignore config.problem_type
+        return _OF_ONE_CLASS  # these heads ignore config.problem_type
     config: Any = base.config
     problem_type = config.problem_type
     if problem_type is None and config.num_labels == 1:
         return "regression"
     if problem_type is None and any(name.startswith("Deberta") for name in names):
-        return "single_label_classification"  # DeBERTa would take float labels for soft ones
+        return _OF_ONE_CLASS  # DeBERTa would take float labels for soft ones
     return problem_type
 
 
