@@ -628,21 +628,6 @@ def test_the_clipper_of_a_private_loop_adds_to_its_sums():
     assert all(p.grad is None for p in model.parameters()) and any(map(torch.any, engine.clipped_sums().values()))
 
 
-def test_check_loss_knows_a_plain_mean():
-    engine, *_ = make()
-    outputs, targets = torch.randn(5, CLASSES), torch.tensor([0, 1, 2, -100, 1])
-    engine.check_loss(F.cross_entropy, outputs[:3], targets[:3])
-    with pytest.raises(ValueError, match="row"):
-        engine.check_loss(F.cross_entropy, outputs, targets)
-    with pytest.raises(ValueError, match="row"):
-        engine.check_loss(
-            lambda o, t: F.cross_entropy(o, t, weight=torch.tensor([1.0, 2.0, 3.0])), outputs[:3], targets[:3]
-        )
-    engine, *_ = make(loss_reduction="none")
-    with pytest.raises(ValueError, match="each loss must come from its own row alone"):
-        engine.check_loss(F.cross_entropy, outputs[:3], targets[:3])
-
-
 def test_copies_and_pickles_of_a_private_model_carry_nothing(tmp_path):
     """No noise generator, no data, no gradient; and the copy is an ordinary model."""
     _, model, _, _, x, y = one_batch(noise_multiplier=1.0, engine=PrivacyEngine(ledger_dir=tmp_path))

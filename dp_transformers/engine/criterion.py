@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -174,22 +173,3 @@ def _refuse_scaled_loss() -> None:
         "loss itself, without GradScaler and without dividing by accumulation steps, or compute losses of shape (B,) "
         "and call engine.backward(losses), without criterion."
     )
-
-
-def check_reduction(
-    loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any, reduction: str
-) -> None:
-    """Raise ValueError if the gradient of a row of ``outputs`` is not that of the row by itself, reduced by "mean" or
-    "sum" over the rows."""
-    outputs = outputs.detach().requires_grad_()
-    together = torch.autograd.grad(loss_function(outputs, targets), outputs)[0]
-    share = 1 / len(outputs) if reduction == "mean" else 1.0
-    for i in range(len(outputs)):
-        row = outputs.detach()[i : i + 1].requires_grad_()
-        alone = torch.autograd.grad(loss_function(row, targets[i : i + 1]), row)[0]
-        if not torch.allclose(together[i : i + 1], alone * share, rtol=1e-4, atol=1e-7):
-            raise ValueError(
-                f"the loss is not the plain {reduction} of its rows' losses: the gradient of row {i} depends on the "
-                "other rows, or is scaled. Compute losses of shape (B,) with reduction='none' and call "
-                "engine.backward(losses) instead of loss.backward()."
-            )

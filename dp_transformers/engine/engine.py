@@ -27,7 +27,6 @@ from ..step.ledger import Ledger
 from ..step.run import PrivacySpent, PrivateRun
 from ..step.startup_message import describe, size_of, warnings
 from .checkpoints import go_on_from, save, state_of
-from .criterion import check_reduction
 from .loop import PrivateLoop
 from .opacus_names import MADE_PRIVATE, OfOpacus, refuse_unknown
 from .plain_loop import LoopOptions, PlainLoop
@@ -36,28 +35,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger(__name__)
-
-
-class SpentSteps:
-    """Shows what an engine has spent (``engine.accountant``). It counts nothing itself."""
-
-    def __init__(self, engine: PrivacyEngine):
-        self._engine = engine
-
-    @property
-    def steps(self) -> int:
-        return self._engine.steps
-
-    @property
-    def history(self) -> list[tuple[float, float, int]]:
-        return self._engine.history
-
-    def get_epsilon(self, delta: float) -> float:
-        """Return ε as :meth:`PrivacyEngine.get_epsilon` does."""
-        return self._engine.get_epsilon(delta)
-
-    epsilon = get_epsilon
-    get_privacy_spent = OfOpacus("take engine.get_epsilon(delta)")
 
 
 class PrivacyEngine:
@@ -85,9 +62,6 @@ class PrivacyEngine:
             process at a time. With it, a training resumed from a checkpoint also accounts for the steps taken after
             that checkpoint. Without it those steps are forgotten.
         dp_seed: A fixed seed of draws and noise, for tests. The run is then not private, and says so.
-
-    Attributes:
-        accountant: What was spent, to be read as in Opacus: ``steps``, ``history`` and ``get_epsilon(delta)``.
 
     Example::
 
@@ -125,10 +99,16 @@ class PrivacyEngine:
         names = ["module"] if positional else [*unknown]
         refuse_unknown(names, "PrivacyEngine", ("accountant", "secure_rng", "ledger_dir", "dp_seed"))
         check_noise_source(dp_seed=dp_seed, secure=secure_rng)
-        self._accountant, self.accountant = check_accountant(accountant), SpentSteps(self)
+        self._accountant = check_accountant(accountant)
         self._dp_seed, self._secure = dp_seed, secure_rng
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
         self._loop: PrivateLoop | None = None
+
+    @property
+    def accountant(self) -> PrivacyEngine:
+        """The engine itself, which shows what was spent as in Opacus: ``steps``, ``history``,
+        ``get_epsilon(delta)``."""
+        return self
 
     @property
     def steps(self) -> int:
@@ -426,21 +406,6 @@ class PrivacyEngine:
         must give up the same draw: the next release is refused otherwise.
         """
         self._made_private().drop_draw()
-
-    def check_loss(self, loss_function: Callable[..., torch.Tensor], outputs: torch.Tensor, targets: Any) -> None:
-        """Check on public or made-up ``outputs`` and ``targets`` that a loss is the mean (or sum) over rows which
-        ``loss_reduction`` says.
-
-        Raises:
-            ValueError: the gradient of some row is not that of the row by itself, or ``loss_reduction`` is "none".
-        """
-        reduction = self._made_private().loss_reduction
-        if reduction is None:
-            raise ValueError(
-                "with loss_reduction='none' nothing is reduced that could be checked: each loss must come from its "
-                "own row alone."
-            )
-        check_reduction(loss_function, outputs, targets, reduction)
 
     def save_checkpoint(
         self,

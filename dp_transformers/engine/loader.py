@@ -1,73 +1,17 @@
-"""The private loader that make_private returns, and the draws behind it."""
+"""The private loader that make_private returns, and what is refused in the place of the loop's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from ..checks.validation import validate_training_data
-from ..data.draws import LogicalBatches, draws_dataloader
-from ..mechanism.sampling import DrawSampler, PoissonSampling, Sampling, steps_per_epoch
-from ..runtime import distributed
-from ..runtime.randomness import SecretSeeds, seed_worker
+from ..data.draws import LogicalBatches
+from ..mechanism.sampling import DrawSampler
 from ..step.step import PrivateStep
-
-_REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, and its seed may be known
-    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
-    "persistent_workers", "pin_memory_device",
-)  # fmt: skip
-
-
-def draws_of(
-    loader: DataLoader,
-    sampling: Sampling,
-    secret: int,
-    seeds: SecretSeeds,
-    max_physical_batch_size: int | None,
-    *,
-    fill: bool,
-    secure: bool,
-    copies: int,
-) -> DataLoader:
-    """Return a DataLoader of draws from the data of ``loader``.
-
-    Args:
-        loader: The DataLoader. Its data set, collate_fn, workers and pinning are kept.
-        sampling: The scheme that chooses the examples of a step.
-        secret: The seed of the draws, the same on all ranks.
-        seeds: The seeds of augmentation and random collators.
-        max_physical_batch_size: The size of the largest batch that a draw is split into; None for no limit.
-        fill: True to give all batches this size.
-        secure: True to draw from a cryptographic generator.
-        copies: The number of indices that may stand for one stored row.
-
-    Raises:
-        ValueError: ``sampling`` is for other data or another batch size, or filled batches have no size.
-    """
-    if max_physical_batch_size is not None and max_physical_batch_size < 1:
-        raise ValueError(
-            f"max_physical_batch_size must be a positive number of examples, got {max_physical_batch_size}."
-        )
-    require_same_data(loader, sampling)
-    passes = steps_per_epoch(sampling.num_examples, sampling.expected_batch_size)
-    sampler = DrawSampler(sampling, passes, secret, distributed.rank(), distributed.world_size(), secure=secure)
-    largest = sampler.largest_draw
-    if fill and max_physical_batch_size is None and largest is None:
-        raise ValueError(
-            f"fill_physical_batches=True needs a size to fill batches up to, and draws of sampling "
-            f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a sampling with a largest draw "
-            "(TruncatedPoissonSampling, FixedOrderSampling)."
-        )
-    size = max_physical_batch_size or largest or sampling.num_examples
-    draws = LogicalBatches(
-        loader.dataset, loader.collate_fn, size, seeds, fill=fill, largest_draw=largest, copies=copies
-    )
-    options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
-    options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
-    return draws_dataloader(draws, sampler, **options)
 
 
 class PrivateLoader:
@@ -78,7 +22,7 @@ class PrivateLoader:
     their last rows may have weight zero.
 
     Args:
-        draws: The loader of the draws (:func:`draws_of`).
+        draws: The loader of the draws (:func:`.draws_dataloader`).
         step: The private step, which hands out their physical batches.
         given: The DataLoader of ``make_private``.
         max_physical_batch_size: The size of the largest physical batch; None for no limit.
@@ -122,25 +66,6 @@ class PrivateLoader:
         for draw in self._draws:
             for given in self._step.physical_batches(draw):
                 yield given.batch.rows
-
-
-def sampling_of(loader: DataLoader) -> PoissonSampling:
-    """Return Poisson sampling with the loader's batch size on average. :func:`check_loader` must have passed."""
-    assert isinstance(loader.dataset, Sized) and loader.batch_size is not None
-    return PoissonSampling(len(loader.dataset), loader.batch_size)
-
-
-def require_same_data(loader: DataLoader, sampling: Sampling) -> None:
-    """Raise ValueError unless ``sampling`` is of the loader's data, and of about its batch size."""
-    given = sampling_of(loader)
-    off = abs(sampling.expected_batch_size - given.expected_batch_size)  # the former may be no whole number
-    if sampling.num_examples != given.num_examples or off >= 1:
-        raise ValueError(
-            f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
-            f"{sampling.expected_batch_size:g}, but data_loader has {given.num_examples} and "
-            f"batch_size={loader.batch_size}. Build both for the same data, and give the DataLoader "
-            f"batch_size={round(sampling.expected_batch_size)}."
-        )
 
 
 def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:

@@ -41,14 +41,10 @@ class PrivateLoop:
         step: The private step of the model that is trained.
         optimizer: The optimizer that releases when it steps.
         loader: The loader that yields the batches of the draws.
-        loss_reduction: How the user's loss is reduced over the rows of a batch; None where the clipper is given one
-            loss for each example.
     """
 
-    def __init__(
-        self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PrivateLoader, loss_reduction: str | None
-    ):
-        self.step, self.optimizer, self.loader, self.loss_reduction = step, optimizer, loader, loss_reduction
+    def __init__(self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PrivateLoader):
+        self.step, self.optimizer, self.loader = step, optimizer, loader
         # these are this engine's own, whichever run it resumes
         self._id, self._process, self._planned = self.run.state.run_id, os.getpid(), self.run.mechanism.steps
         self._stepped: BatchInHand | None = None  # the batch that the last step was for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
@@ -16,21 +16,26 @@ from ..checks.validation import validate_model, validate_optimizer
 from ..clipping import PerExampleClipper
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
-from ..data.draws import LogicalBatches
+from ..data.draws import LogicalBatches, draws_dataloader
 from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
 from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from ..mechanism.noise import IndependentNoise
-from ..mechanism.sampling import PoissonSampling
+from ..mechanism.sampling import DrawSampler, PoissonSampling, steps_per_epoch
 from ..runtime import distributed
-from ..runtime.randomness import SecretSeeds
+from ..runtime.randomness import SecretSeeds, seed_worker
 from ..step.releases import LOSS
 from ..step.run import PrivateRun
 from ..step.step import PrivateStep
 from .criterion import REDUCTIONS, PrivateCriterion
-from .loader import PrivateLoader, check_loader, draws_of, sampling_of
+from .loader import PrivateLoader, check_loader
 from .loop import PrivateLoop
 
 logger = logging.getLogger(__name__)
+
+_REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, and its seed may be known
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
+    "persistent_workers", "pin_memory_device",
+)  # fmt: skip
 
 
 class LoopOptions(TypedDict, total=False):
@@ -81,8 +86,10 @@ class PlainLoop:
 
     @property
     def sampling(self) -> PoissonSampling:
-        """Poisson draws in the place of the loader's batches."""
-        return sampling_of(self.data_loader)
+        """Poisson draws in the place of the loader's batches. :func:`.check_loader` must have passed."""
+        dataset, size = self.data_loader.dataset, self.data_loader.batch_size
+        assert isinstance(dataset, Sized) and size is not None
+        return PoissonSampling(len(dataset), size)
 
     @property
     def size(self) -> dict[str, Any]:
@@ -153,16 +160,7 @@ class PlainLoop:
         distributed.broadcast(t for t in (*module.parameters(), *module.buffers()) if to_local(t) is t)
         secret = distributed.shared_secret(run.dp_seed)
         seeds = SecretSeeds(secret, distributed.rank())
-        draws = draws_of(
-            self.data_loader,
-            mechanism.sampling,
-            secret,
-            seeds,
-            self.max_physical_batch_size,
-            fill=self.fill_physical_batches,
-            secure=secure,
-            copies=mechanism.unit.max_examples_per_person,
-        )
+        draws = self._draws(mechanism, secret, seeds, secure=secure)
         clipper = PerExampleClipper(
             module,
             mechanism.clipping.at(0),
@@ -187,12 +185,56 @@ class PlainLoop:
             undo.callback(step.close)
             criterion = None if self.criterion is None else PrivateCriterion(self.criterion, step, self.loss_reduction)
             clipper.follow(step, self.loss_reduction if criterion is None else "none")
-            reduction = None if self.loss_reduction == "none" else self.loss_reduction
             loader = PrivateLoader(draws, step, self.data_loader, self.max_physical_batch_size)
-            loop = PrivateLoop(step, self.optimizer, loader, reduction)
+            loop = PrivateLoop(step, self.optimizer, loader)
             undo.pop_all()
         seeds.reseed()
         return loop, criterion
+
+    def _draws(self, mechanism: Mechanism, secret: int, seeds: SecretSeeds, *, secure: bool) -> DataLoader:
+        """Return a DataLoader of the mechanism's draws. The data set, collate_fn, workers and pinning are the loop's.
+
+        Args:
+            secret: The seed of the draws, the same on all ranks.
+            seeds: The seeds of augmentation and random collators.
+            secure: True to draw from a cryptographic generator.
+
+        Raises:
+            ValueError: the mechanism is for other data or another batch size, or filled batches have no size.
+        """
+        loader, sampling, size = self.data_loader, mechanism.sampling, self.max_physical_batch_size
+        if size is not None and size < 1:
+            raise ValueError(f"max_physical_batch_size must be a positive number of examples, got {size}.")
+        own = self.sampling
+        off = abs(sampling.expected_batch_size - own.expected_batch_size)  # the former may be no whole number
+        if sampling.num_examples != own.num_examples or off >= 1:
+            raise ValueError(
+                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
+                f"{sampling.expected_batch_size:g}, but data_loader has {own.num_examples} and "
+                f"batch_size={loader.batch_size}. Build both for the same data, and give the DataLoader "
+                f"batch_size={round(sampling.expected_batch_size)}."
+            )
+        passes = steps_per_epoch(sampling.num_examples, sampling.expected_batch_size)
+        sampler = DrawSampler(sampling, passes, secret, distributed.rank(), distributed.world_size(), secure=secure)
+        largest = sampler.largest_draw
+        if self.fill_physical_batches and size is None and largest is None:
+            raise ValueError(
+                f"fill_physical_batches=True needs a size to fill batches up to, and draws of sampling "
+                f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a sampling with a largest "
+                "draw (TruncatedPoissonSampling, FixedOrderSampling)."
+            )
+        draws = LogicalBatches(
+            loader.dataset,
+            loader.collate_fn,
+            size or largest or sampling.num_examples,
+            seeds,
+            fill=self.fill_physical_batches,
+            largest_draw=largest,
+            copies=mechanism.unit.max_examples_per_person,
+        )
+        options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
+        options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
+        return draws_dataloader(draws, sampler, **options)
 
     def _require_supported(self, clipper: PerExampleClipper, mechanism: Mechanism) -> None:
         if clipper.parallel:

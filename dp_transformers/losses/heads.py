@@ -183,9 +183,10 @@ def find_per_example_loss(model: nn.Module, label_smoothing: float = 0.0) -> Per
             "(reduction='none', averaged inside the example only)."
         )
     _refuse_losses_over_the_batch(base)
-    problem_type = _problem_type(base) if kind in _OF_CLASSES else _OF_ONE_CLASS
-    if kind == "question_answering" or problem_type not in (None, _OF_ONE_CLASS):
-        _refuse_smoothing(label_smoothing, "question answering" if kind == "question_answering" else problem_type)
+    others = "question answering" if kind == "question_answering" else _OF_ONE_CLASS
+    problem_type = _problem_type(base) if kind in _OF_CLASSES else others
+    if problem_type not in (None, _OF_ONE_CLASS):
+        _refuse_smoothing(label_smoothing, problem_type)
     virtual_tokens = _virtual_tokens(model) if kind == "causal_lm" else 0
 
     def per_example_loss(outputs: Any, labels: Any) -> torch.Tensor:
