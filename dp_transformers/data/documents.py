@@ -108,15 +108,11 @@ def _plain(owner: Any, row: int) -> Any:
         owner = getattr(owner, to_plain)() if hasattr(owner, to_plain) else owner
     if isinstance(owner, (list, tuple)):
         return tuple(_plain(part, row) for part in owner)
-    if owner is None or type(owner).__name__ in ("NAType", "NaTType") or (isinstance(owner, float) and owner != owner):
+    is_missing = owner is None or type(owner).__name__ in ("NAType", "NaTType") or owner != owner
+    if is_missing or type(owner).__hash__ in (None, object.__hash__):
         raise ValueError(
-            f"row {row} has no owner ({owner}). Leave such rows out, or give each a name of its own if no other row "
-            "has the same owner."
-        )
-    if type(owner).__hash__ in (None, object.__hash__):
-        raise ValueError(
-            f"the owner of row {row} is a {type(owner).__name__}, of which two are not equal although they hold the "
-            "same: give names or numbers."
+            f"row {row} has the owner {owner}, which is none, or does not equal the owner of its other rows. Give "
+            "each owner a name or a number, and leave out rows without one (or give each a name of its own)."
         )
     return owner
 

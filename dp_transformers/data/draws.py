@@ -193,13 +193,9 @@ class LogicalBatches(Dataset):
     def has_one_longest(self) -> bool:
         """Return True if exactly one row of the data set comes without padding: it decided the length of the others.
         Loads rows until it knows."""
-
-        def is_full(i: int) -> bool:
-            row = self.dataset[i]
-            mask = row.get("attention_mask") if isinstance(row, Mapping) else None
-            return mask is not None and bool(np.all(np.asarray(mask)))
-
-        return len(list(islice(filter(is_full, range(len(self))), 2))) == 1
+        rows = (self.dataset[i] for i in range(len(self)))
+        masks = (row.get("attention_mask") for row in rows if isinstance(row, Mapping))
+        return len(list(islice((1 for mask in masks if mask is not None and np.all(np.asarray(mask))), 2))) == 1
 
     def _physical_batch(self, rows: Sequence[Any], join: _Join) -> PhysicalBatch:
         """Join a part of a draw, filled up if batches have a fixed size. The shortest row fills it, so that no row
@@ -223,20 +219,15 @@ def sizes_by_mask(batch: Any) -> Sizes:
     mask = columns.get("attention_mask")
     if mask is None or mask.dim() != 2 or mask.is_floating_point() or bool((mask != 0).all()):
         return {}
-    own_bt, longest = mask != 0, mask.shape[1]
+    own_bt, longest = (mask != 0).int(), mask.shape[1]
     own = [n or longest for n in own_bt.sum(1).tolist()]
-    side = "left" if bool((~own_bt[:, 0] & own_bt[:, -1]).any()) else "right"
-    positions, own_b1 = torch.arange(longest), torch.tensor(own)[:, None]
-    expected_bt = positions >= longest - own_b1 if side == "left" else positions < own_b1
-    if max(own) < longest or not bool(((own_bt == expected_bt) | ~own_bt.any(1, keepdim=True)).all()):
+    sides = {side: own_bt.sort(1, descending=side == "right")[0] for side in ("right", "left")}
+    side = next((side for side, ordered_bt in sides.items() if torch.equal(ordered_bt, own_bt)), None)
+    if side is None or max(own) < longest:
         return {}
-
-    def are_of_classes(x: torch.Tensor) -> bool:  # which may be as many as positions
-        return x.dim() == 2 and x.is_floating_point()
-
-    return {
-        name: {1: (side, own)} for name, x in columns.items() if x.shape[:2] == mask.shape and not are_of_classes(x)
-    }
+    of_positions = {name: x for name, x in columns.items() if x.shape[:2] == mask.shape}
+    # classes may be as many as positions
+    return {name: {1: (side, own)} for name, x in of_positions.items() if x.dim() != 2 or not x.is_floating_point()}
 
 
 def draws_dataloader(logical_batches: LogicalBatches, sampler: DrawSampler, **dataloader_options: Any) -> DataLoader:

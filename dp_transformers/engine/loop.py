@@ -17,12 +17,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..clipping import PerExampleClipper
 from ..mechanism.accounting.accountants import require_small_delta
 from ..mechanism.values import StepParameters
 from ..step.checkpoint import PrivacyState
 from ..step.order import BatchInHand
-from ..step.run import PrivateRun
 from ..step.step import PrivateStep
 from .loader import PrivateLoader
 
@@ -45,6 +43,7 @@ class PrivateLoop:
 
     def __init__(self, step: PrivateStep, optimizer: torch.optim.Optimizer, loader: PrivateLoader):
         self.step, self.optimizer, self.loader = step, optimizer, loader
+        self.clipper, self.run = step.clipper, step.run
         # these are this engine's own, whichever run it resumes
         self._id, self._process, self._planned = self.run.state.run_id, os.getpid(), self.run.mechanism.steps
         self._stepped: BatchInHand | None = None  # the batch that the last step was for
@@ -67,14 +66,6 @@ class PrivateLoop:
     def of(model: nn.Module) -> PrivateLoop | None:
         """Return the loop that ``model`` is attached to, whoever still knows its engine; None if there is none."""
         return _ATTACHED.get(id(model))
-
-    @property
-    def clipper(self) -> PerExampleClipper:
-        return self.step.clipper
-
-    @property
-    def run(self) -> PrivateRun:
-        return self.step.run
 
     @property
     def has_stepped(self) -> bool:

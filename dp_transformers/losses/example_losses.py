@@ -16,7 +16,6 @@ from .heads import (
     find_per_example_loss,
     label_columns,
     predicts_next_token,
-    refuse_missing_decoder_inputs,
     without_targets_of_padding,
 )
 
@@ -126,5 +125,4 @@ class ExampleLosses:
         labels = columns[0] if len(columns) == 1 else columns
         labels = without_targets_of_padding(labels, mask) if self._predicts_next else labels
         inputs = {**decoder_inputs(model, labels), **inputs}  # decoder inputs that the batch has win
-        refuse_missing_decoder_inputs(model, inputs)
         return model(**inputs), labels

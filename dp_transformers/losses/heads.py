@@ -10,10 +10,9 @@ have a target.
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -251,25 +250,9 @@ def _maker_of_decoder_inputs(base: nn.Module) -> Callable[[torch.Tensor], torch.
     config = cast(Any, getattr(base, "config", None))
     for cls in type(base).__mro__:
         shift = getattr(sys.modules.get(cls.__module__), "shift_tokens_right", None)  # its forward calls this
-        if shift is not None and _mapped_kind(cls) == "speech_seq_2_seq":
+        if shift is not None and _mapped_kind(cls) in _ENCODER_DECODERS:
             return lambda labels, shift=shift: shift(labels, config.pad_token_id, config.decoder_start_token_id)
     return None
-
-
-def refuse_missing_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raise ValueError if a decoder would have no inputs: the batch has none, and they cannot be made from the labels,
-    which are kept out of the model."""
-    base = _base_model(model)
-    is_given = any(name.startswith("decoder_input") for name in inputs)
-    if is_given or not getattr(cast(Any, getattr(base, "config", None)), "is_encoder_decoder", False):
-        return
-    decodes = any(_mapped_kind(cls) in _ENCODER_DECODERS for cls in type(base).__mro__)
-    if decodes and "decoder_input_ids" in inspect.signature(base.forward).parameters:
-        raise ValueError(
-            f"the decoder of {type(base).__name__} has no inputs: labels are kept out of the model, and it is not "
-            "known how it makes decoder inputs of them. Let the collator give decoder_input_ids, or pass "
-            "per_example_loss_func=f, where f(model, inputs) -> (B,) calls the model itself."
-        )
 
 
 def _virtual_tokens(model: nn.Module) -> int:
