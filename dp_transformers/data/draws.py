@@ -79,11 +79,6 @@ class PhysicalBatch:
                 found[keystr(path)] = {1: targets[1]} if 1 in targets else {}
         return found
 
-    def pin_memory(self) -> PhysicalBatch:
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return replace(self, rows=pin_memory(self.rows))
-
 
 @dataclass
 class LogicalBatch:
@@ -100,7 +95,9 @@ class LogicalBatch:
     step: int = 0
 
     def pin_memory(self) -> LogicalBatch:
-        return replace(self, batches=[batch.pin_memory() for batch in self.batches])
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return replace(self, batches=[replace(batch, rows=pin_memory(batch.rows)) for batch in self.batches])
 
 
 class LogicalBatches(Dataset):
@@ -125,6 +122,7 @@ class LogicalBatches(Dataset):
         ValueError: the ranks hold different rows.
 
     Attributes:
+        dataset: The data set.
         batches_per_draw: The smallest number of physical batches of a draw. If batches are filled and draws have a
             largest size, it is the number of every draw.
     """
@@ -141,7 +139,8 @@ class LogicalBatches(Dataset):
         copies: int = 1,
     ):
         seeds = seeds or SecretSeeds(secrets.randbits(128))
-        self._examples, self._collate, self._seeds = Examples(dataset, collate, seeds), collate, seeds
+        self.dataset, self._collate, self._seeds = dataset, collate, seeds
+        self._examples = Examples(dataset, collate, seeds)
         self._is_collator_known = acts_on_rows_alone(collate)
         self._joiner = Joiner(self._examples.together, len(dataset))
         self.physical_batch_size, self._fill, self._copies = physical_batch_size, fill, copies
@@ -149,10 +148,6 @@ class LogicalBatches(Dataset):
         self._filler: PhysicalBatch | None = None
         if distributed.world_size() > 1:
             require_same_rows(len(dataset), dataset.__getitem__, seeds.of_all_ranks())
-
-    @property
-    def dataset(self) -> Any:
-        return self._examples.dataset
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import types
 from typing import Any
 
 import torch
@@ -30,46 +29,38 @@ class PrivateCriterion:
     positions of the whole batch instead, so that each example would change the weight of the others. Class weights
     multiply the losses, and divide nothing.
 
-    Attributes and methods are those of the given criterion, without its reduction: they may be set there or here, for
-    the next loss. A loss leaves them as they were.
+    It is of the given criterion's class, and both have the same attributes: they may be set there or here, for the
+    next loss. A loss leaves them as they were.
 
-    Args:
-        criterion: A loss module with the attribute ``reduction``.
-        step: The private step, which adds its losses to the sums of the draw.
-        loss_reduction: "mean" or "sum", as the criterion's.
+    Attributes:
+        given: The criterion that it was made of.
     """
 
-    def __init__(self, criterion: nn.Module, step: PrivateStep, loss_reduction: str):
-        reduction = getattr(criterion, "reduction", None)
+    given: nn.Module
+    reduction: str
+    _step: PrivateStep
+
+    @staticmethod
+    def of(criterion: nn.Module, step: PrivateStep, loss_reduction: str) -> PrivateCriterion:
+        """Return the private criterion in the place of ``criterion``.
+
+        Args:
+            criterion: A loss module with the attribute ``reduction``.
+            step: The private step, which adds its losses to the sums of the draw.
+            loss_reduction: "mean" or "sum", as the criterion's.
+        """
+        reduction, kind = getattr(criterion, "reduction", None), type(criterion)
         if reduction not in REDUCTIONS or reduction != loss_reduction:
             raise ValueError(
-                f"criterion {type(criterion).__name__} has reduction={reduction!r} and loss_reduction is "
+                f"criterion {kind.__name__} has reduction={reduction!r} and loss_reduction is "
                 f"{loss_reduction!r}: both must be 'mean', or both 'sum'. Compute other losses per example and call "
                 "engine.backward(losses), without criterion."
             )
         step.clipper.watch("criterion", criterion)
-        vars(self).update(reduction=reduction, given=criterion, _step=step, _clipper=step.clipper)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "given" not in vars(self):
-            raise AttributeError(name)
-        value = getattr(self.given, name)
-        if not isinstance(value, types.MethodType):
-            return value
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            returned = value(*args, **kwargs)
-            return self if returned is self.given else returned
-
-        return method
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self):
-            raise AttributeError(
-                f"'{name}' of a private criterion cannot be set. Set the reduction of the criterion before "
-                "make_private, which returns another one."
-            )
-        setattr(self.given, name, value)
+        private = type(kind.__name__, (PrivateCriterion, kind), {"given": criterion, "_step": step})
+        made: Any = object.__new__(private)
+        object.__setattr__(made, "__dict__", vars(criterion))
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         losses_b = self._by_example(self._each(args, kwargs), args, kwargs)
@@ -83,7 +74,7 @@ class PrivateCriterion:
 
     def _each(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Return the losses without a reduction, by a copy of the criterion."""
-        criterion = copy.copy(self.given)
+        criterion: Any = copy.copy(self.given)
         criterion.reduction = "none"
         return criterion(*args, **kwargs)
 
@@ -92,7 +83,7 @@ class PrivateCriterion:
         if each.dim() == 1:
             return each
         counted = self._counted(each, args, kwargs)
-        if not self._clipper.engine.batch_first:
+        if not self._step.clipper.engine.batch_first:
             each, counted = each.movedim(1, 0), counted.movedim(1, 0)
         losses_b = each.flatten(1).sum(1)
         if self.reduction == "sum":
@@ -107,16 +98,16 @@ class PrivateCriterion:
         return losses_b / counted.flatten(1).sum(1).clamp(min=1)
 
     def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._clipper.engine.state.during_check():
+        with self._step.clipper.engine.state.during_check():
             return self._by_example(self._each(args, kwargs), args, kwargs)
 
     def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
         """If rows of this batch were compared, raise ValueError if the loss of an example, or its gradient, is another
         one alone and unpadded."""
         given, (leaves, structure) = self._step.current_batch(), tree_flatten((args, kwargs))
-        batch_first, size = self._clipper.engine.batch_first, len(losses_b)
+        batch_first, size = self._step.clipper.engine.batch_first, len(losses_b)
         is_square = any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in leaves)
-        if not self._clipper.compares_rows or (is_square and not batch_first):  # the rows' dimension is not known
+        if not self._step.clipper.compares_rows or (is_square and not batch_first):  # the rows' dimension is not known
             return
         are_second = [
             isinstance(x, torch.Tensor) and is_batch_second(x, size, batch_first=batch_first) for x in leaves

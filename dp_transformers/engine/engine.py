@@ -240,7 +240,8 @@ class PrivacyEngine:
                         "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
                     )
                 return loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
-            given = (noise_multiplier, max_grad_norm, max_examples_per_person, *loop.described)
+            described = (loop.clipping, loop.loss_bound, loop.loss_noise_factor)
+            given = (noise_multiplier, max_grad_norm, max_examples_per_person, *described)
             if given != (None, None, 1, "flat", None, 10.0):
                 raise ValueError(
                     "noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound or "
@@ -318,8 +319,9 @@ class PrivacyEngine:
             verified=loop.self_check,
             about=lambda: self._about(loop),
         )
-        run.agree(secure_rng=self._secure, **loop.size)
-        mechanism = run.mechanism
+        mechanism, own = run.mechanism, loop.sampling
+        sizes = {"len(data_loader.dataset)": own.num_examples, "batch_size": own.expected_batch_size}
+        run.agree(secure_rng=self._secure, **sizes)
         with contextlib.ExitStack() as undo:
             if self._ledger is not None:
                 undo.callback(self._ledger.close)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import torch
 from torch import nn
@@ -91,17 +91,6 @@ class PlainLoop:
         assert isinstance(dataset, Sized) and size is not None
         return PoissonSampling(len(dataset), size)
 
-    @property
-    def size(self) -> dict[str, Any]:
-        """The number of examples of the loader, and its batch size."""
-        sampling = self.sampling
-        return {"len(data_loader.dataset)": sampling.num_examples, "batch_size": sampling.expected_batch_size}
-
-    @property
-    def described(self) -> tuple[str, float | None, float]:
-        """The options that belong to a mechanism: the clipping function, the bound and the noise of losses."""
-        return self.clipping, self.loss_bound, self.loss_noise_factor
-
     def mechanism(
         self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None
     ) -> Mechanism:
@@ -183,7 +172,9 @@ class PlainLoop:
                 own_optimizer=self.optimizer,
             )
             undo.callback(step.close)
-            criterion = None if self.criterion is None else PrivateCriterion(self.criterion, step, self.loss_reduction)
+            criterion = (
+                None if self.criterion is None else PrivateCriterion.of(self.criterion, step, self.loss_reduction)
+            )
             clipper.follow(step, self.loss_reduction if criterion is None else "none")
             loader = PrivateLoader(draws, step, self.data_loader, self.max_physical_batch_size)
             loop = PrivateLoop(step, self.optimizer, loader)
