@@ -311,9 +311,8 @@ def _findings(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
     if module.training and (is_hooked or isinstance(module, _SpectralNorm)):
         what.append(
             (" with spectral norm" if is_hooked else "")
-            + ": it writes its vectors in every forward pass, one after the other, so that no pass can be run again. "
-            "Call its eval() after every model.train(), which keeps them as they are, or leave it out; weight_norm "
-            "can be trained."
+            + ": it writes its vectors in every forward pass, so that no pass can be run again. Call its eval() after "
+            "every model.train(), which keeps them as they are, or leave it out; weight_norm can be trained."
         )
     what += [f" compiled by torch.compile, {HOW_TO_UNCOMPILE}"] * is_compiled(module)
     if (type(module).__module__, type(module).__name__) == ("peft.tuners.lora.layer", "MultiheadAttention"):
@@ -333,9 +332,9 @@ def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
             return  # a fixed map of each example, as long as it is not switched back, which the self-check sees
         groups = _num_groups(module)
         yield (
-            ": it normalises every example with statistics of the whole batch, so no example has a gradient of its "
-            "own. Replace it by GroupNorm or LayerNorm. To keep the statistics of pretraining fixed, call its eval() "
-            "after every model.train(), or use torchvision.ops.FrozenBatchNorm2d.",
+            ": it normalises with statistics of the whole batch, so no example has a gradient of its own. Replace it "
+            "by GroupNorm or LayerNorm, or, to keep the statistics of pretraining, call its eval() after every "
+            "model.train().",
             f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None,
             _group_norm if groups else None,
         )
@@ -345,8 +344,7 @@ def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
     ):
         known = isinstance(module, _InstanceNorm)
         yield (
-            " with running statistics, which keep private data without noise. Build it with "
-            "track_running_stats=False.",
+            " with running statistics, which would keep private data. Build it with track_running_stats=False.",
             f"{name}: track_running_stats=True -> False" if known else None,
             _forget_statistics if known else None,
         )
@@ -396,8 +394,7 @@ def _parameter_problems(model: nn.Module) -> Iterator[Problem]:
             lambda p: isinstance(p, UninitializedParameter),
         ),
         (
-            "neither in float32 nor in bfloat16: load the model with dtype=torch.float32 (what is frozen may stay as "
-            "it is) and use bf16 autocast for speed",
+            "neither in float32 nor in bfloat16: load the model with dtype=torch.float32, and use bf16 autocast",
             lambda p: p.dtype not in TRAINABLE,
         ),
         (

@@ -155,10 +155,9 @@ class Comparison:
                 raise
             raise SelfCheckError(
                 f"the model or its loss raised {type(error).__name__} for some rows of a batch, or for one alone and "
-                "unpadded. Unless it does so for whole batches: give it tensors with one row for each example, make "
-                "initial states of a recurrent layer inside of forward, pack sequences with enforce_sorted=False, "
-                "name the dimension of squeeze(-1), and pad examples that are too short to one length "
-                "(padding='max_length'). What takes statistics over the batch mixes examples (GroupNorm does not)."
+                "unpadded. What takes statistics over the batch mixes examples (GroupNorm does not); otherwise give "
+                "it tensors with one row for each example, make initial states inside of forward, pack with "
+                "enforce_sorted=False, name the dimension of squeeze(-1), or pad to one length (padding='max_length')."
             ) from error
 
     def _loss_alone(self, row: int) -> torch.Tensor:
@@ -186,9 +185,8 @@ class Comparison:
         loss, trainable = self._loss_alone(row)[0], self._engine.trainable
         if not loss.requires_grad:
             raise SelfCheckError(
-                "the loss of an example depends on no trainable parameter: adapters are disabled or merged, or what "
-                "is trained takes no part in the model's forward pass. Enable them (or train something that is used). "
-                "Or it runs under reentrant activation checkpointing, which hides it: use use_reentrant=False."
+                "the loss of an example depends on no trainable parameter: adapters are disabled or merged, what is "
+                "trained is not used, or reentrant activation checkpointing hides it (use_reentrant=False shows it)."
             )
         wholes = [trainable.shards.all_unsharded(p) for p in trainable.parameters]
         with without_dropout():  # of what runs again
@@ -253,9 +251,8 @@ def _require_equal_replicas(engine: ClippingEngine, total: list[torch.Tensor], t
     if differing := engine.trainable.parallel.differing(parameters, total, tolerance):
         name = engine.trainable.name_of(parameters[differing[0]])
         raise SelfCheckError(
-            f"every process of the tensor-parallel group holds parameter '{name}', but their gradients differ: each "
-            "sees a part of what it is used on, and nobody adds them up. Give its module the plan's style "
-            "'replicated_with_grad_allreduce', or freeze it."
+            f"every process of the tensor-parallel group holds parameter '{name}', but their gradients differ, and "
+            "nobody adds them up. Give its module the plan's style 'replicated_with_grad_allreduce', or freeze it."
         )
 
 

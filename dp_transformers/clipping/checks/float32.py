@@ -77,9 +77,8 @@ def in_float32_if_possible(
     except torch.OutOfMemoryError:  # a large model in bf16 may fit once, and not in float32 as well
         pass
     logger.warning(
-        "%s could not be checked in float32 (it casts by itself, holds weights that stay as they are, is split over "
-        "processes in less precision, or does not fit), so small influences of one example on another may hide in its "
-        "rounding.",
+        "%s could not be checked in float32 (it casts by itself, is quantised or split over processes, or does not "
+        "fit), so small influences of one example on another may hide in its rounding.",
         type(engine.model).__name__,
     )
     return None, []

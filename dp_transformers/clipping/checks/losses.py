@@ -46,9 +46,8 @@ def expect_same_alone(losses_of: Callable[..., torch.Tensor], rows: Rows) -> Non
             if differs(kept, own, x, tolerance) or differs(kept.norm(), x[row].norm(), x, tolerance):
                 raise ValueError(
                     "an example's loss, or its gradient, is another one when other examples share its batch, or when "
-                    "it is padded to the length of a longer one: the criterion compares rows, or counts padded "
-                    "positions. Pad targets with a number that it ignores (ignore_index), or call "
-                    "engine.backward(losses) with losses of shape (B,), each from its own row and positions alone."
+                    "it is padded: the criterion compares rows, or counts padded positions. Pad targets with its "
+                    "ignore_index, or call engine.backward(losses), each of (B,) from its own row and positions alone."
                 )
 
 
@@ -99,8 +98,7 @@ def expect_no_gradient_at_padding(
 
 def _refuse_gradient() -> NoReturn:
     raise SelfCheckError(
-        "the loss has a gradient at outputs for positions that are padding: examples are padded to the length of "
-        "others, so every example has a say in the gradients of others, beyond the clipping bound. Leave these "
-        "positions out of the loss (ignore_index, or a mask, in the mean too), or pad all examples to one length "
-        "(padding='max_length')."
+        "the loss has a gradient at outputs for positions that are padding, so the longest example has a say in the "
+        "gradients of others, beyond the clipping bound. Leave these positions out of the loss (ignore_index, or a "
+        "mask, in the mean too), or pad all examples to one length (padding='max_length')."
     )

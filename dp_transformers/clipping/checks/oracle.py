@@ -187,25 +187,23 @@ class Oracle:
         if own == {True} and False in others:
             raise SelfCheckError(
                 f"an example's gradient or loss is another one when it is padded to the length of a longer one of its "
-                f"batch ({where}), so every example has a say in the gradients of others. {HOW_TO_PAD} If padding is "
-                f"right, the model or its loss mixes examples by what is in the longest. {HOW_TO_FIND}."
+                f"batch ({where}), or the model or its loss mixes examples by what is in the longest. {HOW_TO_PAD} "
+                f"{HOW_TO_FIND}."
             )
         raise SelfCheckError(
             f"an example has another gradient or loss beside other examples than alone, so clipping is not exact for "
             f"{where}: the model or its loss mixes examples (batch statistics, a condition or a maximum over the "
             "batch, a loss that compares rows or averages over the batch's tokens), or draws random numbers that are "
             f"other ones when it runs again, or a rule is wrong for a module. {HOW_TO_FIND}: compute each row from "
-            "itself alone, and choose by a mask (torch.where). If none mixes, freeze the modules that are not of "
-            "torch or transformers one after the other until this passes, and report the one that it was."
-            f"{f' Or it reads padding: {HOW_TO_PAD}' if any(padded_b) else ''}"
+            "itself alone, and choose by a mask (torch.where). If none mixes, freeze your own modules one by one "
+            f"until this passes, and report that one.{f' Or it reads padding: {HOW_TO_PAD}' if any(padded_b) else ''}"
         )
 
 
 HOW_TO_PAD = (
-    "Return an attention_mask, pad on the other side (padding_side of the tokenizer), or all examples to one length "
-    "(padding='max_length'), pad targets with what the loss ignores (-100, the label_pad_token_id of collators), give "
-    "a model with learned positions position_ids counted from the mask, pack the input of a recurrent model "
-    "(pack_padded_sequence), or leave padding out in a loss of your own."
+    "Return an attention_mask, pad on the other side (padding_side), or all examples to one length "
+    "(padding='max_length'), pad targets with what the loss ignores (-100, label_pad_token_id), count position_ids "
+    "from the mask, pack the input of a recurrent model (pack_padded_sequence), or leave padding out of your own loss."
 )
 
 
@@ -282,8 +280,8 @@ def _named_causes(engine: ClippingEngine) -> Iterator[None]:
         engine.trainable.shards.recover()
         if _is_reentrant(error):
             raise SelfCheckError(
-                "a part of the model runs under reentrant activation checkpointing, through which autograd gives no "
-                "gradients of one example: call torch.utils.checkpoint.checkpoint with use_reentrant=False."
+                "a part of the model runs under reentrant activation checkpointing, which gives no gradients of one "
+                "example: call torch.utils.checkpoint.checkpoint with use_reentrant=False."
             ) from error
         for path, module in engine.model.named_modules():
             if isinstance(module, _BatchNorm) and module.training:

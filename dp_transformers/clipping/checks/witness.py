@@ -116,11 +116,10 @@ class Witness:
         engine.forget()
         raise SelfCheckError(
             f"{type(engine.model).__name__} or its loss gives something else for a row of this batch when it is "
-            "alone and unpadded: what is in other rows decides what is computed for it (a condition over the whole "
-            "batch, as (input_ids == image_token).any(), a maximum, statistics, places that are limited, a length "
-            "above which all rows are treated otherwise, a loss that compares rows), beyond the clipping bound. "
-            f"{HOW_TO_FIND}: compute each row from itself alone, apply what some rows need to all of them, and choose "
-            "by a mask, row by row (torch.where)."
+            "alone and unpadded: what is in other rows decides what is computed for it (a condition over the batch, "
+            "as (input_ids == image_token).any(), a maximum, limited places, a length above which rows are treated "
+            f"otherwise, a loss that compares rows), beyond the clipping bound. {HOW_TO_FIND}: compute each row from "
+            "itself alone, apply what some rows need to all of them, and choose by a mask (torch.where)."
         )
 
     def _are_moved(self, given: Sequence[torch.Tensor], rows: int = 1, least: int = 1) -> bool:
