@@ -97,10 +97,6 @@ class PrivateCriterion:
         )
         return losses_b / counted.flatten(1).sum(1).clamp(min=1)
 
-    def _losses_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._step.clipper.engine.state.during_check():
-            return self._by_example(self._each(args, kwargs), args, kwargs)
-
     def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
         """If rows of this batch were compared, raise ValueError if the loss of an example, or its gradient, is another
         one alone and unpadded."""
@@ -119,7 +115,8 @@ class PrivateCriterion:
 
         def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
             args, kwargs = swapped(args, kwargs)
-            return self._losses_of(*args, **kwargs)
+            with self._step.clipper.engine.state.during_check():
+                return self._by_example(self._each(args, kwargs), args, kwargs)
 
         sizes = {} if given is None else given.batch.sizes_of(args, kwargs)
         args, kwargs = swapped(args, kwargs)

@@ -227,10 +227,7 @@ class PrivacyEngine:
         Raises:
             ValueError: the loop cannot be trained privately as it is. The message says what to do.
         """
-        self._require_unused()
-        known = ("noise_multiplier", "mechanism", *LoopOptions.__annotations__)
-        refuse_unknown((name for name in options if name not in known), "make_private", known)
-        loop = PlainLoop(module, optimizer, data_loader, **options)
+        loop = self._plain_loop("make_private", module, optimizer, data_loader, options)
 
         def planned() -> Mechanism:
             loop.require_trainable(PrivacyUnit(max_examples_per_person) if mechanism is None else mechanism.unit)
@@ -279,15 +276,12 @@ class PrivacyEngine:
                 ``fill_physical_batches``, ``clipping``, ``clipping_mode``, ``memory_budget``, ``poisson_sampling``,
                 ``self_check``, ``loss_bound`` and ``loss_noise_factor``, as in :meth:`make_private`.
         """
-        self._require_unused()
         if not 0 < epochs < math.inf:
             raise ValueError(
                 f"noise cannot be calibrated for epochs={epochs}: give the number of passes over the loader, above 0. "
                 "If you do not know it, call make_private(noise_multiplier=...), and read engine.get_epsilon(delta)."
             )
-        known = tuple(LoopOptions.__annotations__)
-        refuse_unknown((name for name in options if name not in known), "make_private_with_epsilon", known)
-        loop = PlainLoop(module, optimizer, data_loader, **options)
+        loop = self._plain_loop("make_private_with_epsilon", module, optimizer, data_loader, options)
 
         def planned() -> Mechanism:
             loop.require_trainable(PrivacyUnit(max_examples_per_person), delta=target_delta)
@@ -298,9 +292,15 @@ class PrivacyEngine:
 
         return self._start(loop, planned, delta=target_delta, target_epsilon=target_epsilon)
 
-    def _require_unused(self) -> None:
+    def _plain_loop(
+        self, where: str, module: nn.Module, optimizer: torch.optim.Optimizer, data_loader: DataLoader, options: Any
+    ) -> PlainLoop:
+        """Return the loop that the engine is given, of which nothing is checked but the names of options."""
         if self._loop is not None:
             raise ValueError("this engine is already used: take another PrivacyEngine; what both spend adds up.")
+        known = LoopOptions.__annotations__
+        refuse_unknown((name for name in options if name not in known), where, known)
+        return PlainLoop(module, optimizer, data_loader, **options)
 
     def _start(
         self,

@@ -310,9 +310,8 @@ def _problem_type(base: nn.Module) -> str | None:
 
 
 def _refuse_losses_over_the_batch(base: nn.Module) -> None:
-    for setting, off in (("output_router_logits", False), ("z_loss_coefficient", 0.0)):
-        value = getattr(base.config, setting, off)
-        if value:
+    for setting, off in {"output_router_logits": False, "z_loss_coefficient": 0.0}.items():
+        if value := getattr(base.config, setting, off):
             raise ValueError(
                 f"config.{setting}={value} adds a loss over all tokens of the batch, which belongs to no example: set "
                 f"model.config.{setting}={off}."
