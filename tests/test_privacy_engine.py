@@ -410,6 +410,13 @@ def test_a_criterion_follows_its_owner(at_the_given_one):
         _ = criterion.alpha
 
 
+def test_a_compiled_criterion_keeps_its_reduction():
+    _, _, _, criterion, _ = make(criterion=torch.compile(nn.CrossEntropyLoss(), backend="eager"))
+    scores, labels = torch.randn(3, 3), torch.arange(3)
+    for _ in range(2):
+        torch.testing.assert_close(criterion(scores, labels), F.cross_entropy(scores, labels))
+
+
 def test_a_loss_of_the_private_criterion_goes_backward_once():
     _, model, _, criterion, loader = make(criterion=nn.CrossEntropyLoss())
     x, y = next(iter(loader))

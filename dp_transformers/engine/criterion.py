@@ -74,9 +74,13 @@ class PrivateCriterion:
 
     def _each(self, args: tuple, kwargs: dict) -> torch.Tensor:
         """Return the losses without a reduction, by a copy of the criterion."""
-        criterion: Any = copy.copy(self.given)
+        given: Any = self.given
+        criterion, reduction = copy.copy(given), self.reduction
         criterion.reduction = "none"
-        return criterion(*args, **kwargs)
+        try:
+            return criterion(*args, **kwargs)
+        finally:
+            given.reduction = reduction  # a compiled one shares it with its copy
 
     def _by_example(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Return (B,) losses from those of the criterion."""
