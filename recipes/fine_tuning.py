@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
 from flags import RecipeParser
-from outcome import NO_CLIPPING, REPORT_NAME, TWIN, TWIN_HELP, Outcome, print_table
+from outcome import REPORT_NAME, TWIN, TWIN_HELP, Outcome, print_table
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -106,13 +106,12 @@ class Arguments(DPTrainingArguments):
         super().__post_init__()
 
     def _drop_privacy(self) -> None:
-        self.target_epsilon = self.mechanism = None
-        self.noise_multiplier, self.clipping, self.max_grad_norm = 0.0, "flat", NO_CLIPPING
+        self.without_privacy = True
         if Path(self.output_dir).name != TWIN:
             self.output_dir = os.path.join(self.output_dir, TWIN)
 
 
-PRIVACY = [*(name for name in DPTrainingArguments.__annotations__ if name != "logging_steps"), "twin"]
+PRIVACY = [*(x for x in DPTrainingArguments.__annotations__ if x not in ("logging_steps", "without_privacy")), "twin"]
 ALSO_TRAINING = [
     "max_steps",
     "lr_scheduler_type",

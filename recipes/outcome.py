@@ -10,7 +10,6 @@ from typing import Any
 
 REPORT_NAME = "privacy_report.json"
 TWIN = "twin"  # the twin's folder, within that of the private training
-NO_CLIPPING = 1e6  # a bound that no gradient reaches
 TWIN_HELP = (
     "Train the same without noise and without clipping, which is NOT PRIVATE, in the folder twin of output_dir. The "
     "table of the private training shows the result beside its own."

@@ -156,6 +156,10 @@ def of_a_generator(names):
     }
 
 
+def of_public_rows():
+    return dict(zip(("public_x", "public_y"), next(iter(of_a_loop()["data_loader"])), strict=True))
+
+
 def of_a_draw():
     """A private loop after its backward pass on one batch of a draw."""
     names = of_a_loop()
@@ -190,7 +194,13 @@ PREPARED = {
     "docs/quick-start.md": [of_the_trainer, dict, of_a_loop],
     "docs/before-you-train.md": [dict, dict],
     "docs/how-it-works.md": [dict, dict],
-    "docs/from-opacus.md": [of_a_loop, of_a_generator, lambda: of_a_loop(5, positions=(7,)), of_a_loop],
+    "docs/from-opacus.md": [
+        of_a_loop,
+        of_a_generator,
+        of_public_rows,
+        lambda: of_a_loop(5, positions=(7,)),
+        of_a_loop,
+    ],
     "docs/scaling.md": [of_shards],
     "docs/trl.md": [of_trl, of_trl],
     "docs/huggingface-scripts.md": [of_a_draw],

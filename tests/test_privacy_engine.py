@@ -268,8 +268,38 @@ def test_epsilon_is_that_of_the_steps_taken():
         steps += loader._step.order.in_hand.last_of_draw
     assert steps == loader.steps_per_epoch == 4
     assert engine.get_epsilon(1e-3) == compute_epsilon(noise_multiplier=1.3, sample_rate=0.25, steps=4, delta=1e-3)
+    assert engine.epsilon_after(2, delta=1e-3) == compute_epsilon(1.3, 0.25, 6, 1e-3) > engine.get_epsilon(1e-3)
     with pytest.raises(TypeError, match="steps_per_epoch"):
         len(loader)
+
+
+@pytest.mark.parametrize("options", [{}, {"noise_multiplier": 0.0, "max_grad_norm": math.inf}])
+def test_the_twin_trains_as_plain_and_a_frozen_batch_norm_keeps_its_statistics(options):
+    """With public steps of the same optimizer between the private ones, and in training mode all the time."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(LENGTH, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES))
+    model[1].requires_grad_(False), model[2].requires_grad_(False).running_mean.fill_(0.3)
+    plain, public = copy.deepcopy(model), (torch.randn(3, LENGTH), torch.tensor([0, 1, 2]))
+    plain[2].eval()
+    optimizer, adam_of_plain = adam(trainable(model)), adam(trainable(plain))
+    loader = DataLoader([(x.float(), y) for x, y in make_data()], batch_size=10)
+    engine = PrivacyEngine(without_privacy=not options)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=optimizer, data_loader=loader, **{"noise_multiplier": 1.0, "max_grad_norm": 0.1, **options},
+    )  # fmt: skip
+    for x, y in loader:
+        step(model.train(), optimizer, x, y)
+        with engine.public():
+            step(model, optimizer, *public)
+        adam_of_plain.zero_grad()
+        (F.cross_entropy(plain(x), y, reduction="sum") / 10).backward()
+        adam_of_plain.step()
+        step(plain, adam_of_plain, *public)
+        assert distance(list(model.parameters()), list(plain.parameters())) < 1e-5
+    assert torch.equal(model[2].running_mean, plain[2].running_mean)
+    assert (engine.steps, engine.get_epsilon(1e-3)) == (4, math.inf)
+    next(iter(loader))
+    with pytest.raises(ValueError, match=r"enter engine.public\(\) after optimizer.step\(\)"), engine.public():
+        pass
 
 
 def test_target_epsilon_is_kept():

@@ -119,13 +119,13 @@ def logged(trainer, name="loss"):
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")
-@pytest.mark.parametrize(("physical", "batch"), [(2, 12), (5, 12), (30, 12), (5, 1)])
-def test_the_logged_loss_is_the_clipped_mean_of_the_draw(tmp_path, draws, physical, batch):  # noqa: F811
-    """Of draws without examples it says the center."""
+@pytest.mark.parametrize(("physical", "batch", "twin"), [(2, 12, False), (5, 12, False), (30, 12, False), (5, 1, False), (5, 12, True)])  # fmt: skip
+def test_the_logged_loss_is_the_clipped_mean_of_the_draw(tmp_path, draws, physical, batch, twin):  # noqa: F811
+    """Of draws without examples it says the center, and without privacy the true mean."""
     model = build("bert").eval()  # without dropout
     trainer = trainer_for(
         tmp_path, model, noise_multiplier=1.0, loss_noise_factor=EXACT, loss_bound=1.2, learning_rate=0.0, max_steps=8,
-        per_device_train_batch_size=physical, dp_seed=3, expected_batch_size=batch,
+        per_device_train_batch_size=physical, dp_seed=3, expected_batch_size=batch, without_privacy=twin,
     )  # fmt: skip
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -133,8 +133,13 @@ def test_the_logged_loss_is_the_clipped_mean_of_the_draw(tmp_path, draws, physic
     output = trainer.train()
     losses_of, expected = losses_function(model.eval()), []
     for rows in draws:
-        losses = torch.tensor([float(losses_of(one(row)).detach()) for row in rows]).clamp(0, 1.2)
-        expected.append(0.6 + float((losses - 0.6).sum()) / batch)
+        losses = torch.tensor([float(losses_of(one(row)).detach()) for row in rows])
+        clipped = 0.6 + float((losses.clamp(0, 1.2) - 0.6).sum()) / batch
+        expected.append(float(losses.mean()) if twin else clipped)
+    assert (trainer.privacy_spent().epsilon_per_person, trainer.privacy_spent().max_grad_norm < 1e9) == (
+        math.inf,
+        not twin,
+    )
     assert len({len(rows) for rows in draws}) > 1 and (batch > 1 or [] in draws[1:])
     assert logged(trainer) == pytest.approx(expected, abs=1e-5)
     assert output.training_loss == output.metrics["train_loss"] == pytest.approx(sum(expected) / 8, abs=1e-5)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import dp_accounting
 import pytest
-from torch import nn
+from torch import nn, optim
 
 from dp_transformers.mechanism.accounting import calibrate_noise_multiplier, compute_epsilon, group_epsilon
 from dp_transformers.mechanism.clipping_functions import FlatClipping
@@ -16,7 +16,7 @@ from dp_transformers.mechanism.sampling import FixedOrderSampling, PoissonSampli
 from dp_transformers.step.checkpoint import PrivacyState
 from dp_transformers.step.ledger import LEDGER_NAME, Ledger, PrivacyStateError
 from dp_transformers.step.run import PrivateRun
-from dp_transformers.step.startup_message import describe, hopeless
+from dp_transformers.step.startup_message import describe, hopeless, warnings
 
 pytestmark = pytest.mark.whole
 
@@ -81,7 +81,7 @@ def test_what_is_not_private_says_so_everywhere(tmp_path, options, reason):
     assert line["private"] is False and line["verified"] is False and reason in line["not_private_because"][0]
     said = describe(run, 3, CLIPPER)
     assert said.startswith("NOT PRIVATE, nobody is protected (N = ") and reason in said.splitlines()[0]
-    assert "to be spent: epsilon is infinite\n" in said and "NOT VERIFIED" in said
+    assert "to be spent: epsilon is infinite;" in said and "NOT VERIFIED" in said
     assert "hidden" not in said and "protects" not in said
 
 
@@ -208,11 +208,22 @@ def test_sigma_for_all_rows_of_a_person():
 
 
 def test_the_start_says_what_is_to_be_spent():
-    assert "to be spent: epsilon 8 at delta 1e-05\n" in describe(run_of(target_epsilon=8.0), 3, CLIPPER) + "\n"
+    assert "to be spent: epsilon 8 at delta 1e-05;" in describe(run_of(target_epsilon=8.0), 3, CLIPPER)
     assert "to be spent: epsilon 8 at delta 1e-05 for all rows of one person" in describe(
         run_of(target_epsilon=8.0, rows=3), 3, CLIPPER
     )
     assert "there is no target_epsilon" in describe(run_of(), 3, CLIPPER)
+
+
+def test_what_a_newcomer_cannot_know_is_said():
+    table = nn.ModuleDict({"modules_to_save": nn.Embedding(100, 100)})
+    clipper = SimpleNamespace(model=table, parameters=[*table.parameters()])
+    adam = optim.AdamW(table.parameters(), lr=1e-5)
+    slow, noise = warnings(run_of(), 100, clipper, adam)
+    assert "in 100 steps of this learning rate a weight moves by 0.001 at most, and weights are about 1." in slow
+    assert "the 100 rows of 'modules_to_save'" in noise and "trainable_token_indices" in noise
+    assert warnings(run_of(), 1010, clipper, adam) == [noise]
+    assert "moves by 0.01 at most" in warnings(run_of(), 1_000, clipper, optim.SGD(table.parameters(), lr=1e-3))[0]
 
 
 def test_plan_in_words():
@@ -220,7 +231,8 @@ def test_plan_in_words():
     text = describe(run, 100, CLIPPER)
     assert "one row of the training data (N = 1000)" in text and "30 at most" in text
     assert "10,000 of 10,100 parameters are trained" in text
-    assert "noise 2 beside a signal of at most 1" in text, "σ·C·√d/B = 1 · 1 · 100 / 50"
+    assert "clipping bound 1: noise 2 beside a signal" in text, "σ·C·√d/B = 1 · 1 · 100 / 50"
+    assert len(describe(run_of(verified=False), 3, CLIPPER, "and more").splitlines()) == 5
     assert hopeless(run, 100, 10_000) is None
     warning = hopeless(run_of(noise_multiplier=239.0), 100, 10_000)
     assert "nothing will be learned" in warning and "478" in warning and "LoRA" in warning

@@ -233,6 +233,10 @@ def test_training_again_composes_and_is_refused_when_the_budget_is_spent(tmp_pat
 
 
 def test_before_training_nothing_is_spent(tmp_path):
+    trainer = trainer_for(tmp_path)
+    trainer.model = build("bert")
+    with pytest.raises(ValueError, match=r"trainer.model was replaced.*load_state_dict"):
+        trainer.train()
     spent = trainer_for(tmp_path).privacy_spent()
     assert (spent.epsilon, spent.steps, spent.neighboring_relation) == (0.0, 0, "add_or_remove_one")
 

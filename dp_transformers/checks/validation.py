@@ -19,6 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.data import IterableDataset
 
 from ..clipping.errors import HOW_TO_UNCOMPILE, is_compiled
+from ..clipping.hooks import is_frozen_batch_norm
 from ..clipping.owners import unsupported_wrapper_reason
 from ..clipping.parallel.fsdp2 import reshard
 from ..clipping.precision import TRAINABLE
@@ -328,13 +329,14 @@ def _findings(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
 def _batch_statistics(model: nn.Module, module: nn.Module) -> Iterator[Finding]:
     name = type(module).__name__
     if isinstance(module, _BatchNorm):
-        if model.training and not module.training and module.running_mean is not None:
+        is_fixed = model.training and not module.training and module.running_mean is not None
+        if is_fixed or is_frozen_batch_norm(module):
             return  # a fixed map of each example, as long as it is not switched back, which the self-check sees
         groups = _num_groups(module)
         yield (
             ": it normalises with statistics of the whole batch, so no example has a gradient of its own. Replace it "
-            "by GroupNorm or LayerNorm, or, to keep the statistics of pretraining, call its eval() after every "
-            "model.train().",
+            "by GroupNorm or LayerNorm, or, to keep the statistics of pretraining, freeze its parameters, or call its "
+            "eval() after every model.train().",
             f"{name} -> GroupNorm({groups}, {module.num_features})" if groups else None,
             _group_norm if groups else None,
         )

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..runtime.randomness import random_state
 from .by_example import ForwardByExample
@@ -102,6 +103,7 @@ class HookedModel:
                 handles.append(owner.module.register_forward_pre_hook(partial(self._keep_random_state, owner)))
             if owner.runs_by_example:
                 vars(owner.module)["forward"] = ForwardByExample(owner, self._forward)
+        handles += [m.register_forward_pre_hook(_fix) for m in self.model.modules() if is_frozen_batch_norm(m)]
         handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         taps = {owner.module: partial(self._after_call, owner) for owner in owners if owner.rule.tapped_inside}
         for module in self.model.modules():
@@ -264,6 +266,17 @@ def _held(module: nn.Module, name: str, default: nn.Parameter | None) -> Any:
             return default
         module = found
     return module._parameters.get(last, default)
+
+
+def is_frozen_batch_norm(module: nn.Module) -> bool:
+    """Return True for a batch normalization that is not trained, as in a frozen backbone. Attached, it keeps the
+    statistics that it has, whatever mode it is in."""
+    trained = [p.requires_grad for p in module.parameters()]
+    return isinstance(module, _BatchNorm) and module.running_mean is not None and trained != [] and not any(trained)
+
+
+def _fix(batch_norm: nn.Module, args: tuple) -> None:
+    batch_norm.training = False
 
 
 def refuse_attached(model: nn.Module) -> None:

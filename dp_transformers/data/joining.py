@@ -109,7 +109,10 @@ class Joiner:
                 sides = dict.fromkeys(range(found.dim()), side)
                 if all(are_same(x, found[block_of(x.shape, found.shape, sides)]) for x in parts):
                     return found
-        raise refusal(f"{named(path)}, which is for the whole batch and not for each row, differs between examples")
+        raise refusal(
+            f"{named(path)}, which is for the whole batch and not for each row, differs between examples (as in "
+            "joined graphs: pad nodes and edges to one size, with a mask)"
+        )
 
     def _joined_tensors(self, path: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         column, shapes = self._ways.columns.setdefault(path, Column()), {(x.dtype, x.shape) for x in parts}

@@ -25,7 +25,7 @@ from ..runtime import distributed
 from ..step.checkpoint import PrivacyState
 from ..step.ledger import Ledger
 from ..step.run import PrivacySpent, PrivateRun
-from ..step.startup_message import describe, size_of, warnings
+from ..step.startup_message import describe, warnings
 from .checkpoints import go_on_from, save, state_of
 from .loop import PrivateLoop
 from .opacus_names import MADE_PRIVATE, OfOpacus, refuse_unknown
@@ -62,6 +62,8 @@ class PrivacyEngine:
             process at a time. With it, a training resumed from a checkpoint also accounts for the steps taken after
             that checkpoint. Without it those steps are forgotten.
         dp_seed: A fixed seed of draws and noise, for tests. The run is then not private, and says so.
+        without_privacy: Whether to train the twin for comparison: the same loop and draws, without noise and without
+            clipping. The run says that nothing is private.
 
     Example::
 
@@ -94,13 +96,16 @@ class PrivacyEngine:
         secure_rng: bool = False,
         ledger_dir: str | os.PathLike | None = None,
         dp_seed: int | None = None,
+        without_privacy: bool = False,
         **unknown: Any,
     ):
         names = ["module"] if positional else [*unknown]
-        refuse_unknown(names, "PrivacyEngine", ("accountant", "secure_rng", "ledger_dir", "dp_seed"))
+        refuse_unknown(
+            names, "PrivacyEngine", ("accountant", "secure_rng", "ledger_dir", "dp_seed", "without_privacy")
+        )
         check_noise_source(dp_seed=dp_seed, secure=secure_rng)
         self._accountant = check_accountant(accountant)
-        self._dp_seed, self._secure = dp_seed, secure_rng
+        self._dp_seed, self._secure, self._without_privacy = dp_seed, secure_rng, without_privacy
         self._ledger = None if ledger_dir is None else Ledger(ledger_dir)
         self._loop: PrivateLoop | None = None
 
@@ -310,7 +315,9 @@ class PrivacyEngine:
         target_epsilon: float | None = None,
     ) -> tuple:
         """Begin the run, and return what the loop is to use from now on."""
-        state = PrivacyState(PrivacyState.new_run_id(), distributed.made_on_all(planned), delta, target_epsilon)
+        mechanism = distributed.made_on_all(planned)
+        mechanism = mechanism.without_privacy() if self._without_privacy else mechanism
+        state = PrivacyState(PrivacyState.new_run_id(), mechanism, delta, target_epsilon)
         run = PrivateRun(
             state,
             self._accountant,
@@ -319,7 +326,7 @@ class PrivacyEngine:
             verified=loop.self_check,
             about=lambda: self._about(loop),
         )
-        mechanism, own = run.mechanism, loop.sampling
+        own = loop.sampling
         sizes = {"len(data_loader.dataset)": own.num_examples, "batch_size": own.expected_batch_size}
         run.agree(secure_rng=self._secure, **sizes)
         with contextlib.ExitStack() as undo:
@@ -329,8 +336,9 @@ class PrivacyEngine:
             self._loop, criterion = loop.attach(run, secure=self._secure, announce=_say)
             undo.pop_all()
         clipper, loader = self._loop.clipper, self._loop.loader
-        _say(describe(run, mechanism.steps, clipper) + ("" if loop.criterion is not None else _LOSSES_ARE_NOT_SEEN))
-        for warning in warnings(run, mechanism.steps or loader.steps_per_epoch, size_of(clipper)):
+        steps, further = mechanism.steps, () if loop.criterion is not None else (_LOSSES_ARE_NOT_SEEN,)
+        _say(describe(run, steps, clipper, *further))
+        for warning in warnings(run, steps or loader.steps_per_epoch, clipper, loop.optimizer if steps else None):
             _say(warning)
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
@@ -352,6 +360,14 @@ class PrivacyEngine:
             return 0.0
         self._loop.require_delta(delta)
         return self._loop.run.epsilon(delta)
+
+    def epsilon_after(self, steps: int = 1, *, delta: float | None = None) -> float:
+        """Return what ε will be at ``delta`` (default: ``target_delta``) after ``steps`` more steps, for a loop that
+        stops before it exceeds a budget."""
+        loop = self._made_private()
+        if delta is not None:
+            loop.require_delta(delta)
+        return loop.run.epsilon_after(steps, delta)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """Return what has been spent until now at ``delta`` (default: ``target_delta``), with the mechanism and what
@@ -399,6 +415,23 @@ class PrivacyEngine:
                 model.
         """
         return self._made_private().suspended()
+
+    def public(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model and its optimizer are ordinary ones, for steps on *public* data between private ones, of
+        the same parameters::
+
+            optimizer.step()  # a private one
+            with engine.public():
+                optimizer.zero_grad()
+                cross_entropy(model(public_x), public_y).backward()
+                optimizer.step()
+
+        Nothing private may enter the block: what it steps with gets no noise, and ε does not count it.
+
+        Raises:
+            ValueError: it is entered between a batch of the loader and the step that ends its draw.
+        """
+        return self._made_private().public()
 
     def drop_draw(self) -> None:
         """Give up the draw that the loop was stopped in, and count it as a step.
@@ -476,7 +509,7 @@ class PrivacyEngine:
 
 
 _LOSSES_ARE_NOT_SEEN = (
-    "\n  your loop computes the losses: each must come from its own row alone, without negatives or statistics from "
+    "your loop computes the losses: each must come from its own row alone, without negatives or statistics from "
     "the batch (what does not show in the graph of the loss is seen with criterion= alone)"
 )
 

@@ -48,7 +48,7 @@ class PrivateLoop:
         self._id, self._process, self._planned = self.run.state.run_id, os.getpid(), self.run.mechanism.steps
         self._stepped: BatchInHand | None = None  # the batch that the last step was for
         self._is_stepping = False  # the optimizer's step has begun and has not returned
-        self._is_suspended = self._is_checkpointing = False
+        self._is_suspended = self._is_checkpointing = self._is_public = False
         self._shown: dict[str, float] = {}
         self._settings: tuple[int, dict[tuple, Any]] = (-1, {})  # the optimizer's in the last step, and its draw
         self._plan()
@@ -113,6 +113,26 @@ class PrivateLoop:
                 yield
         finally:
             self._is_suspended = before
+
+    @contextlib.contextmanager
+    def public(self) -> Iterator[None]:
+        """Inside, the model and its optimizer are ordinary ones, for steps on public data.
+
+        Raises:
+            ValueError: a draw is unfinished, and its examples would meet two models.
+        """
+        if self.step.order.is_unfinished:
+            raise ValueError(
+                "a step on public data comes between two private ones: enter engine.public() after optimizer.step() "
+                "('if engine.has_stepped:' with max_physical_batch_size), before the loader's next batch."
+            )
+        before, self._is_public = self._is_public, True
+        try:
+            with self.clipper.engine.suspended():
+                yield
+        finally:
+            self._is_public = before
+            self.optimizer.zero_grad()
 
     def detach(self) -> None:
         """Take all hooks off and close the ledger. An unfinished draw is dropped and counted.
@@ -253,7 +273,7 @@ class PrivateLoop:
             )
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self._is_checkpointing:
+        if self._is_checkpointing or self._is_public:
             return None
         if self._is_suspended:
             raise ValueError(

@@ -17,7 +17,7 @@ from ..clipping import PerExampleClipper
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
 from ..data.draws import LogicalBatches, draws_dataloader
-from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
+from ..mechanism.clipping_functions import clipping_of
 from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from ..mechanism.noise import IndependentNoise
 from ..mechanism.sampling import DrawSampler, PoissonSampling, steps_per_epoch
@@ -102,7 +102,7 @@ class PlainLoop:
             releases = (Release.within(LOSS, 0.0, self.loss_bound, noise_multiplier=sigma),)
         return Mechanism(
             sampling=self.sampling,
-            clipping=CLIPPING_FUNCTIONS[self.clipping](max_grad_norm),
+            clipping=clipping_of(self.clipping, max_grad_norm, noise_multiplier),
             noise=IndependentNoise(noise_multiplier),
             steps=steps,
             releases=releases,
@@ -118,7 +118,6 @@ class PlainLoop:
                 "True, or give mechanism= with RandomAllocationSampling, which takes every example in one random step "
                 "of every pass."
             )
-        require_clipping_function(self.clipping)
         if self.loss_reduction not in (*REDUCTIONS, "none"):
             raise ValueError(f"loss_reduction must be 'mean', 'sum' or 'none', not {self.loss_reduction!r}.")
         _take_over(self.module)

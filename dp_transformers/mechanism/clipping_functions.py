@@ -74,7 +74,7 @@ class BoundedNorm(ClippingFunction):
         if not (isinstance(self.max_grad_norm, (int, float)) and 0 < self.max_grad_norm < float("inf")):
             raise ValueError(
                 "max_grad_norm is the bound on the norm of an example's gradient and must be a positive, finite int "
-                f"or float, got {self.max_grad_norm!r}; 1.0 is common."
+                f"or float, got {self.max_grad_norm!r}; 1.0 is common. Only noise_multiplier=0 goes without one (inf)."
             )
 
     @property
@@ -102,6 +102,9 @@ class FlatClipping(BoundedNorm):
 
     def coefficients(self, norms_b: Tensor) -> Tensor:
         return (self.max_grad_norm / norms_b).clamp(max=1.0)
+
+
+NOT_CLIPPED = FlatClipping(1e30)  # no gradient is so long, and JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -227,13 +230,21 @@ CLIPPING_FUNCTIONS: dict[str, type[BoundedNorm]] = {
 }
 
 
-def require_clipping_function(kind: str) -> None:
-    """Raise ValueError unless ``kind`` names a clipping function with a bound as its only required argument."""
+def clipping_of(kind: str, max_grad_norm: float, noise_multiplier: float) -> ClippingFunction:
+    """Return the clipping function of this kind, with a bound as its only required argument. Without noise, for a
+    comparison, the bound may be infinite.
+
+    Raises:
+        ValueError: there is no such kind, or the bound is not a positive number.
+    """
+    if max_grad_norm == math.inf and noise_multiplier == 0:
+        return NOT_CLIPPED
     if kind not in CLIPPING_FUNCTIONS:
         raise ValueError(
             f"clipping {kind!r} is unknown; choose one of {list(CLIPPING_FUNCTIONS)}, or give a mechanism (with "
             "PerLayerClipping, PerGroupClipping, AdaptiveClipping, or a clipping function of your own)."
         )
+    return CLIPPING_FUNCTIONS[kind](max_grad_norm)
 
 
 def least_noise(bounds: Sequence[float], sizes: Sequence[int]) -> list[float]:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from .accounting.accountants import ACCOUNTANTS, Accountant, check_accountant, known_accountants
 from .accounting.calibration import largest_within, smallest_noise
 from .accounting.events import event_epsilon, phases_of_groups, unsupported
-from .clipping_functions import ClippingFunction
-from .noise import Noise
+from .clipping_functions import NOT_CLIPPED, ClippingFunction
+from .noise import IndependentNoise, Noise
 from .sampling import Sampling
 from .values import StepParameters
 
@@ -167,6 +167,11 @@ class Mechanism:
         self._require_bound(rows)
         if rows > 1:
             phases_of_groups(self.event(first), "pld", relation=relation, rows=rows)
+
+    def without_privacy(self) -> Mechanism:
+        """Return the twin for comparison: the same draws, no noise, and a bound that no gradient reaches. Nothing of
+        it is private."""
+        return replace(self, noise=IndependentNoise(0.0), clipping=NOT_CLIPPED, releases=())
 
     # ---- parameters of the steps ----
 

@@ -147,7 +147,8 @@ class DrawOrder:
             raise ValueError(
                 "backward ran a second time on one batch of the loader, or on other data after it. Add the losses of "
                 "a batch up first. For a loss that is not the private one (a generator's, an adversarial input's) go "
-                "forward and backward inside 'with engine.suspended():'."
+                "forward and backward inside 'with engine.suspended():', and for a step on public data inside 'with "
+                "engine.public():'."
             )
         if batch_size != given.batch.size:
             raise ValueError(

@@ -177,12 +177,20 @@ class PrivateRun:
             return math.inf if self.steps else 0.0
         return self.mechanism.epsilon(delta, accountant=self.accountant, executed=self._with_unfinished())
 
+    def epsilon_after(self, steps: int, delta: float | None = None) -> float:
+        """Return what ε will be at ``delta`` (default: the delta of the run) after so many more steps."""
+        now, self.unfinished = self.unfinished, self.unfinished + steps
+        try:
+            return self.epsilon(self._target_delta() if delta is None else delta)
+        finally:
+            self.unfinished = now
+
     def _with_unfinished(self) -> list[Counter[StepParameters]]:
         if not self.unfinished or self.steps_left < 1:
             return self.executed
         *earlier, last = self._segments.get(self.state.run_id) or [Counter()]
         others = [each for run_id, own in self._segments.items() if run_id != self.state.run_id for each in own]
-        shown = Counter({self.mechanism.costliest(self.steps + 1): self.unfinished})
+        shown = Counter({self.mechanism.costliest(self.steps + self.unfinished): self.unfinished})
         return [segment for segment in (*others, *earlier, last + shown) if segment]
 
     def spent(self, delta: float | None = None) -> PrivacySpent:

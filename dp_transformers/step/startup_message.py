@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import math
 
+from torch import nn
+from torch.optim import Optimizer
+
 from ..clipping import PerExampleClipper
+from ..clipping.parallel.dtensor import to_local
+from ..mechanism.clipping_functions import NOT_CLIPPED
 from ..mechanism.mechanism import UNIT, Release
 from ..mechanism.values import HOPELESS
 from .run import PrivateRun
@@ -27,26 +32,32 @@ def size_of(clipper: PerExampleClipper) -> int:
     return sum(p.numel() for p in clipper.parameters)
 
 
-def describe(run: PrivateRun, steps: int | None, clipper: PerExampleClipper) -> str:
-    """Describe the training to whoever starts it. ``steps`` is None if the loop decides."""
+def describe(run: PrivateRun, steps: int | None, clipper: PerExampleClipper, *further: str) -> str:
+    """Describe the training to whoever starts it, in five lines at most.
+
+    Args:
+        steps: The number of steps; None if the loop decides.
+        further: Other things to be known.
+    """
     step, size, mode = run.mechanism.at(0), size_of(clipper), clipper.mode.name
+    sampling, noise = run.mechanism.sampling.kind, run.mechanism.noise.kind
+    bound = "none" if run.mechanism.clipping == NOT_CLIPPED else f"{step.max_grad_norm:g}"
+    also = [_describe_release(release, step.expected_batch_size) for release in run.mechanism.releases]
+    if (sampling, noise) != ("poisson", "independent"):
+        also.append(f"sampling {sampling!r}, noise {noise!r}")
+    if not run.verified:
+        also.append("NOT VERIFIED: the self-check is switched off, or was before this run was resumed")
     lines = [
         _protected(run),
-        f"  model {type(clipper.model).__name__}: {size:,} of {sum(p.numel() for p in clipper.model.parameters()):,} "
-        "parameters are trained",
-        f"  clipping mode {mode} ({_WHY[mode] if clipper.asked_mode == 'auto' else 'as asked for'})",
-        f"  expected batch size {step.expected_batch_size} (q = {step.sample_rate:.6f}), noise multiplier "
-        f"{step.noise_multiplier:.4f}, clipping bound {step.max_grad_norm:g}" + (f", steps {steps}" if steps else ""),
-        f"  noise {noise_norm(run, size):.3g} beside a signal of at most {step.max_grad_norm:g} in each step",
-        f"  to be spent: {_to_be_spent(run)}",
+        f"to be spent: {_to_be_spent(run)}; expected batch size {step.expected_batch_size} "
+        f"(q = {step.sample_rate:.6f})" + (f", steps {steps}" if steps else ""),
+        f"model {type(clipper.model).__name__}: {size:,} of {sum(p.numel() for p in clipper.model.parameters()):,} "
+        f"parameters are trained, in mode {mode} ({_WHY[mode] if clipper.asked_mode == 'auto' else 'as asked for'})",
+        f"noise multiplier {step.noise_multiplier:.4f}, clipping bound {bound}: noise {noise_norm(run, size):.3g} "
+        "beside a signal of at most the bound in each step",
+        "; ".join([*also, *further]),
     ]
-    sampling, noise = run.mechanism.sampling.kind, run.mechanism.noise.kind
-    if (sampling, noise) != ("poisson", "independent"):
-        lines.append(f"  sampling {sampling!r}, noise {noise!r}")
-    lines += [_describe_release(release, step.expected_batch_size) for release in run.mechanism.releases]
-    if not run.verified:
-        lines.append("  NOT VERIFIED: the self-check is switched off, or was before this run was resumed")
-    return "\n".join(lines)
+    return "\n  ".join(filter(None, lines))
 
 
 def _protected(run: PrivateRun) -> str:
@@ -79,7 +90,7 @@ def _to_be_spent(run: PrivateRun) -> str:
 def _describe_release(release: Release, batch_size: float) -> str:
     low, high = release.center - release.bound, release.center + release.bound
     return (
-        f"  {release.name} clipped to [{low:g}, {high:g}], its mean with noise of "
+        f"{release.name} clipped to [{low:g}, {high:g}], its mean with noise of "
         f"{release.noise_std / batch_size:.2g} in each step, which epsilon covers"
     )
 
@@ -91,11 +102,44 @@ def noise_norm(run: PrivateRun, parameters: int) -> float:
     return step.noise_multiplier * step.max_grad_norm * math.sqrt(parameters) / step.expected_batch_size
 
 
-def warnings(run: PrivateRun, steps: int, parameters: int) -> list[str]:
-    """Return the warnings about a private training of ``parameters`` numbers."""
+def warnings(run: PrivateRun, steps: int, clipper: PerExampleClipper, optimizer: Optimizer | None) -> list[str]:
+    """Return the warnings about a private training of so many steps, by an optimizer if they are planned."""
     sampling, sigma = run.mechanism.sampling, run.mechanism.at(0).noise_multiplier
     costly = sampling.warning(sigma, steps, run.state.delta or 0.1 / sampling.num_examples)
-    return [warning for warning in (hopeless(run, steps, parameters), costly) if warning]
+    slow = None if optimizer is None else too_slow(run, steps, clipper, optimizer)
+    found = (hopeless(run, steps, size_of(clipper)), costly, slow, only_noise(clipper.model))
+    return [warning for warning in found if warning]
+
+
+def too_slow(run: PrivateRun, steps: int, clipper: PerExampleClipper, optimizer: Optimizer) -> str | None:
+    """Return a warning if the learning rate is so small that weights cannot move by a hundredth of their size. Adam
+    moves a weight by the learning rate in a step at most, and others all weights together by that times C."""
+    weights = [to_local(p).detach().float() for p in clipper.parameters]
+    size = max(1, sum(w.numel() for w in weights))
+    typical = math.sqrt(sum(float(w.square().sum()) for w in weights) / size)
+    of_bound = run.mechanism.at(0).max_grad_norm / math.sqrt(size)
+    moved = max(
+        g.get("initial_lr", g["lr"]) * steps * (1.0 if "betas" in g else of_bound) for g in optimizer.param_groups
+    )
+    if moved >= typical / 100:
+        return None
+    return (
+        f"little will be learned: in {steps} steps of this learning rate a weight moves by {moved:.1g} at most, and "
+        f"weights are about {typical:.1g}. Private training takes learning rates 10 to 100 times as large "
+        "as plain training, and many steps."
+    )
+
+
+def only_noise(model: nn.Module) -> str | None:
+    """Return a warning if peft trains a whole table of embeddings, as for new tokens."""
+    for name, module in model.named_modules():
+        if "modules_to_save" in name and isinstance(module, nn.Embedding) and module.weight.requires_grad:
+            return (
+                f"each of the {len(module.weight):,} rows of '{name}' gets noise in every step, and those of tokens "
+                "that do not occur get nothing else. For new tokens train their rows alone: LoraConfig("
+                "trainable_token_indices=...) in the place of modules_to_save."
+            )
+    return None
 
 
 def hopeless(run: PrivateRun, steps: int, parameters: int) -> str | None:

@@ -18,7 +18,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from ..clipping.measured_budget import memory_budget_of
 from ..clipping.modes import MODES
 from ..mechanism.accounting.accountants import check_accountant
-from ..mechanism.clipping_functions import CLIPPING_FUNCTIONS, require_clipping_function
+from ..mechanism.clipping_functions import clipping_of
 from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from ..mechanism.noise import IndependentNoise
 from ..mechanism.sampling import PoissonSampling
@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 _POSITIVE = {
     "target_epsilon": "target_epsilon must be a positive finite number, got {}.",
-    "max_grad_norm": "max_grad_norm is the clipping bound on one example's gradient norm and must be a positive "
-    "finite number, got {}; 1.0 is common.",
     "loss_bound": "loss_bound must be a positive finite number, got {}; to log no private loss set "
     "log_raw_metrics=True.",
     "loss_noise_factor": "loss_noise_factor must be a positive finite number, got {}; to log no private loss set "
@@ -110,6 +108,9 @@ class DPTrainingArguments(TrainingArguments):
         loss_noise_factor (`float`, defaults to 10.0):
             The noise multiplier of the logged loss, over that of the gradients. At 10 the gradients take 0.5% more
             noise for the same ε.
+        without_privacy (`bool`, defaults to `False`):
+            Train the twin for comparison: the same draws and steps, without noise and without clipping. NOTHING IS
+            PRIVATE then, and the true loss is logged.
         log_raw_metrics (`bool`, defaults to `False`):
             Whether the loss of training batches is shown without noise, and not covered by ε, on the console alone
             (`raw_loss`). No private loss is released then, and nothing is spent on it.
@@ -146,6 +147,7 @@ class DPTrainingArguments(TrainingArguments):
     data_digest: bool = True
     loss_bound: float | None = None
     loss_noise_factor: float = 10.0
+    without_privacy: bool = False
     log_raw_metrics: bool = False
     logging_steps: float = 10
 
@@ -216,7 +218,7 @@ class DPTrainingArguments(TrainingArguments):
             if self.mechanism.sampling.num_examples != num_examples:
                 of_mechanism = f"the mechanism is for num_examples={self.mechanism.sampling.num_examples}"
                 raise ValueError(f"{of_mechanism}, but train_dataset has {num_examples}: build it for this data set.")
-            return self.mechanism
+            return self.mechanism.without_privacy() if self.without_privacy else self.mechanism
         expected, sigma = self.expected_batch_size, self.noise_multiplier
         if saved is not None:
             expected = saved.at(0).expected_batch_size if self.expected_batch_size_is_derived else expected
@@ -225,12 +227,14 @@ class DPTrainingArguments(TrainingArguments):
         begins_at = 1.0 if sigma is None else sigma
         mechanism = Mechanism(
             sampling=PoissonSampling(num_examples, expected),
-            clipping=CLIPPING_FUNCTIONS[self.clipping](self.max_grad_norm),
+            clipping=clipping_of(self.clipping, self.max_grad_norm, begins_at),
             noise=IndependentNoise(begins_at),
             steps=steps,
             releases=self._releases(begins_at, loss_bound, saved),
             unit=PrivacyUnit(self.max_examples_per_person),
         )
+        if self.without_privacy:
+            return mechanism.without_privacy()
         if sigma is not None:
             return mechanism
         assert self.target_epsilon is not None, "__post_init__ refuses arguments with neither of the two"
@@ -279,7 +283,9 @@ class DPTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} must be at least 1, got {size}.")
         PrivacyUnit(self.max_examples_per_person)  # refuses what is no number of rows
         if self.mechanism is None:
-            require_clipping_function(self.clipping)
+            clipping_of(
+                self.clipping, self.max_grad_norm, 1.0 if self.noise_multiplier is None else self.noise_multiplier
+            )
         if self.clipping_mode not in ("auto", *MODES):
             raise ValueError(
                 f"clipping_mode {self.clipping_mode!r} is unknown; choose 'auto' or one of {sorted(MODES)}."

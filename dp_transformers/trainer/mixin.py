@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 else:
     Base = object
 
+_OTHER_MODEL = (
+    "trainer.model was replaced by a model that this trainer was not made for: load weights into the model that is "
+    "there (load_state_dict), or make another trainer with the new one."
+)
 HOW_TO_SEARCH = (
     "DPTrainer cannot search hyperparameters: every trial is a private training of its own. Run each trial with "
     "train() of a DPTrainer of its own, and add up their epsilon."
@@ -127,7 +131,7 @@ class DPTrainerMixin(Base):
         warn_about_replaced(type(self), DPTrainerMixin)
         self._training: TrainerRun | None = None
         self._labels_of_loss: list[str] = []  # columns that a loss of (model, inputs) may take from the batch
-        self._raw_losses: list[torch.Tensor] = []  # since the last line of the log, for log_raw_metrics
+        self._raw = torch.zeros(2)  # the sum of the losses since the last line of the log, and their number
         super().__init__(
             model=model,
             args=args,
@@ -226,6 +230,8 @@ class DPTrainerMixin(Base):
         refuse_settings(self)
         if trial is not None:
             raise ValueError(HOW_TO_SEARCH)
+        if self.accelerator.unwrap_model(self.model_wrapped) not in list(self.model.modules()):
+            raise ValueError(_OTHER_MODEL)
         if self._training is None or self.train_dataset is None:
             raise ValueError(
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
@@ -252,10 +258,15 @@ class DPTrainerMixin(Base):
         metrics["noise_multiplier"] = spent.noise_multiplier
         if self._run.mechanism.unit.max_examples_per_person > 1:
             metrics["epsilon_per_person"] = spent.epsilon_per_person
-        if loss_release(self._run.mechanism) is not None:
+        if self._logs_loss:
             return output._replace(metrics=metrics)
         metrics.pop("train_loss", None)
         return output._replace(training_loss=math.nan, metrics=metrics)
+
+    @property
+    def _logs_loss(self) -> bool:
+        """True if the losses of training have noise, or nothing of it is private for want of noise."""
+        return loss_release(self._run.mechanism) is not None or self._run.mechanism.is_silent
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial is a private training of its own."""
@@ -290,7 +301,7 @@ class DPTrainerMixin(Base):
         reshard(self.model)  # evaluation leaves some whole, and an optimizer of those would train nothing
         prepared = super()._prepare_for_training(*args, **kwargs)
         # here the model is final: model_init has been called, a checkpoint loaded, parameters sharded
-        self._private.attach(self.model, is_fsdp_enabled=self.is_fsdp_enabled)
+        self._private.attach(self.model, self.optimizer, is_fsdp_enabled=self.is_fsdp_enabled)
         self._private.step.clipper.watch("loss", self._example_losses.loss)
         return prepared
 
@@ -305,17 +316,15 @@ class DPTrainerMixin(Base):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Take one private step: clip and sum the draw, add noise, divide by the expected batch size. `p.grad` then
-        holds the result. Returns the private loss; 0 where none is released."""
+        holds the result. Returns the private loss; 0 where none is released, and the true one without noise."""
         assert self.optimizer is not None, "Trainer has made it"
         model.train()
         if callable(train_mode := getattr(self.optimizer, "train", None)):
             train_mode()
-        raw, step = torch.zeros((), device=self.args.device), self._private.step
+        raw, step = torch.zeros(2, device=self.args.device), self._private.step
+        is_silent = step.run.mechanism.is_silent
         if self.model is not step.clipper.model:
-            raise ValueError(
-                "trainer.model was replaced while it is trained, and the new one would not be clipped: load weights "
-                "into the model that is there (load_state_dict), or make another trainer."
-            )
+            raise ValueError(_OTHER_MODEL)
         if self.args.gradient_accumulation_steps != 1:
             raise ValueError(
                 f"gradient_accumulation_steps was set to {self.args.gradient_accumulation_steps} while training "
@@ -333,18 +342,21 @@ class DPTrainerMixin(Base):
             with self.compute_loss_context_manager():
                 losses, _ = self._example_losses(self.model, rows)
             step.add(losses)
-            if self.args.log_raw_metrics:
+            if self.args.log_raw_metrics or is_silent:
                 own_losses = losses.detach()[: given.batch.examples]
-                raw += own_losses.nansum() / step.run.mechanism.at(step.number).expected_batch_size
+                raw += torch.stack([own_losses.nansum(), torch.isfinite(own_losses).sum()])
         step.release(self.optimizer)
         if step.run.steps_left < 1 and self.state.global_step + 1 < self.state.max_steps:
             logger.warning(
                 "the next step would exceed target_epsilon=%g: training stops here.", step.run.state.target_epsilon
             )
             self.control.should_training_stop = self.control.should_save = True
-        if self.args.log_raw_metrics:
-            self._raw_losses.append(raw)
-        return torch.zeros_like(raw) if step.loss is None else step.loss.to(raw.device)
+        if is_silent or self.args.log_raw_metrics:
+            distributed.sum_over_ranks([raw])
+            self._raw = self._raw.to(raw) + raw
+        if is_silent:
+            return raw[0] / raw[1].clamp(min=1)
+        return torch.zeros_like(raw[0]) if step.loss is None else step.loss.to(raw.device)
 
     def _losses_of(self, **rows: Any) -> torch.Tensor:
         """Compute the (B,) losses of some rows of a batch, for which clipping is compared with one at a time."""
@@ -417,17 +429,15 @@ class DPTrainerMixin(Base):
     # ---- logging and saving ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `epsilon` with every line, and a training loss only where it has noise. One without (`log_raw_metrics`)
-        is shown on the console; callbacks, trackers and `log_history` do not get it."""
+        """Log `epsilon` with every line, and a training loss only where it has noise, or nothing has. That of
+        `log_raw_metrics` is shown on the console; callbacks, trackers and `log_history` do not get it."""
         training = self._training
         is_running = training is not None and training.is_running
-        if is_running and loss_release(self._run.mechanism) is None:
-            if "loss" in logs and self._raw_losses:
+        if is_running and not self._logs_loss:
+            if "loss" in logs and self.args.log_raw_metrics:
                 refuse_settings(self)  # a tracker that records the console may have been added since
-                raw = torch.stack(self._raw_losses).mean() / self.get_tp_size()
-                self._raw_losses.clear()
-                distributed.sum_over_ranks([raw])
-                self._say(f"step {self.state.global_step}: raw_loss {float(raw):.4g} (NOT PRIVATE, not saved)")
+                raw, self._raw = float(self._raw[0] / self._raw[1]), torch.zeros(2)
+                self._say(f"step {self.state.global_step}: raw_loss {raw:.4g} (NOT PRIVATE, not saved)")
             logs = {name: value for name, value in logs.items() if name not in ("loss", "train_loss")}
         if training is not None and (is_running or self._run.steps):
             training.require_counted(self.state.global_step)

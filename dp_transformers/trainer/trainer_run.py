@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
@@ -26,7 +27,7 @@ from ..runtime.randomness import SecretSeeds, seed_worker, seeded_global_generat
 from ..step.checkpoint import PrivacyState, find_checkpoint
 from ..step.ledger import Ledger, PrivacyStateError
 from ..step.run import PrivateRun
-from ..step.startup_message import describe, size_of, warnings
+from ..step.startup_message import describe, warnings
 from ..step.step import PrivateStep
 from .dp_config import DPTrainingArguments
 
@@ -273,7 +274,7 @@ class TrainerRun:
             worker_init_fn=seed_worker,
         )
 
-    def attach(self, model: nn.Module, *, is_fsdp_enabled: bool) -> None:
+    def attach(self, model: nn.Module, optimizer: Optimizer | None, *, is_fsdp_enabled: bool) -> None:
         """Attach the clipper to the model, make the private step, and say what is about to be trained.
 
         Raises:
@@ -303,7 +304,7 @@ class TrainerRun:
         )
         clipper.follow(self._step, None)
         steps = self.planned_steps
-        for text in (describe(run, steps, clipper), *warnings(run, steps, size_of(clipper))):
+        for text in (describe(run, steps, clipper), *warnings(run, steps, clipper, optimizer)):
             self._say(text)
 
 
