@@ -223,6 +223,28 @@ def sums_are_those_of(reference, engine, x, y, losses=None):
     return distance([*engine.clipped_sums().values()], total) <= 1e-5 * length(total)
 
 
+class Layers(Net):
+    """Scores of six layers, as a decoder that detects objects returns them: (layers, B, positions, classes)."""
+
+    def forward(self, ids):
+        states = [self.embed(ids)]
+        for _ in range(6):
+            states.append(torch.tanh(self.mix(states[-1])))
+        return self.head(self.norm(torch.stack(states[1:])))
+
+
+@pytest.mark.parametrize("rows", [2, 5, 6])
+def test_rows_behind_as_many_layers(rows):
+    model = Layers()
+    reference = copy.deepcopy(model)
+    engine, model, _, loader = make(model, max_physical_batch_size=rows, fill_physical_batches=True, batch_size=30)
+    batches = iter(loader)
+    x, y = next(batches)
+    sum(F.cross_entropy(scores.mean(1), y) for scores in model(x)).backward()
+    losses = lambda b: sum(F.cross_entropy(scores.mean(1), b["y"], reduction="none") for scores in reference(b["x"]))  # noqa: E731
+    assert len(x) == rows and sums_are_those_of(reference, engine, x, y, losses)
+
+
 def test_gradients_can_be_seen_at_every_stage():
     model = Net()
     reference = copy.deepcopy(model)

@@ -107,6 +107,7 @@ class ClippingEngine:
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.follows = False
+        self.rows_second = set[int]()  # the numbers of the model's outputs that have rows in their second dimension
         self.on_outputs: Callable[[tuple, dict, Any], Any] = lambda args, kwargs, output: None
         self._hooks = HookedModel(model, self)
         self._apart = ExamplesApart(self._record_whole)

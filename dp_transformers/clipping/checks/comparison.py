@@ -149,7 +149,7 @@ class Comparison:
         self._engine.state.restore()
         try:
             with without_dropout():
-                return outputs_of(self._engine.model, rows, self._losses_of)
+                return outputs_of(self._engine, rows, self._losses_of)
         except (RuntimeError, IndexError, AssertionError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError) or _is_of_the_library(error):
                 raise

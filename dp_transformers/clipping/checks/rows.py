@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_leaves, tree_map, tree_map_with_path
 
 from ..batch_dims import batch_size_of
+from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor
 from ..ragged import Ragged, is_ragged, packed, unpacked, unpacked_sequence
@@ -185,26 +186,25 @@ def _transposed(given: tuple[tuple, dict]) -> tuple[tuple, dict]:
 # ---- what a model returns ----
 
 
-def outputs_of(model: nn.Module, rows: Rows, losses_of: LossFunction | None) -> list[torch.Tensor]:
+def outputs_of(engine: ClippingEngine, rows: Rows, losses_of: LossFunction | None) -> list[torch.Tensor]:
     """Run the model. Return the tensors of numbers that it returns, rows first; or the losses, (B,)."""
-    if losses_of is not None:
-        return [rows.call(losses_of)]
-    return by_example(model, rows.call(model), rows.size, batch_first=rows.batch_first)
+    return by_example(engine, rows.call(engine.model), rows) if losses_of is None else [rows.call(losses_of)]
 
 
-def by_example(model: nn.Module, output: Any, batch: int, *, batch_first: bool) -> list[torch.Tensor]:
-    """Return every tensor of numbers in what the model returned for so many examples, examples first."""
-
-    tensors = [x for x in floating_tensors(with_rows(output)) if x.dim()]
-    found = [x.transpose(0, 1) if is_batch_second(x, batch, batch_first=batch_first) else x for x in tensors]
+def by_example(engine: ClippingEngine, output: Any, rows: Rows) -> list[torch.Tensor]:
+    """Return every tensor of numbers in what the model returned for these rows, rows first. One that had them in the
+    second dimension (after layers, heads or quantiles) has them there too where there are as many in the first."""
+    batch, tensors, second = rows.size, [x for x in floating_tensors(with_rows(output)) if x.dim()], engine.rows_second
+    second |= {i for i, x in enumerate(tensors) if is_batch_second(x, batch, batch_first=rows.batch_first)}
+    found = [x.transpose(0, 1) if i in second and x.dim() > 1 else x for i, x in enumerate(tensors)]
     is_split = any(is_dtensor(x) for x in tensors)
     if is_split or not found or any(len(x) != batch for x in found):
         what = "a DTensor" if is_split else type(output).__name__
         raise SelfCheckError(
-            f"{type(model).__name__} returns {what}, and which of its numbers are whose is not known: take the batch, "
-            "and return it, in the first dimension of tensors (or say batch_first=False, if it is the second), in a "
-            "tuple, dict or dataclass if need be, and of a loss one for each row (reduction='none'). The last module "
-            "of a tensor-parallel plan gathers its output (output_layouts=Replicate())."
+            f"{type(engine.model).__name__} returns {what}, and which of its numbers are whose is not known: take the "
+            "batch, and return it, in the first dimension of tensors (or say batch_first=False, if it is the second), "
+            "in a tuple, dict or dataclass if need be, and of a loss one for each row (reduction='none'). The last "
+            "module of a tensor-parallel plan gathers its output (output_layouts=Replicate())."
         )
     return found
 

@@ -105,7 +105,7 @@ class Witness:
         drew = not same_global_state(self._before, global_state(engine.trainable.device))
         try:
             if self.losses_of is None:
-                given = by_example(engine.model, given, rows.size, batch_first=rows.batch_first)
+                given = by_example(engine, given, rows)
             tensors = [x.detach() for x in given] if self.losses_of is None else [given.detach()]
             if not (self._any_rank(drew) or self._are_moved(tensors)) or not self._are_moved_without_dropout():
                 return
@@ -166,4 +166,4 @@ class Witness:
         ):
             warnings.simplefilter("ignore")  # of checkpointing without gradients
             before = global_state(device)
-            return outputs_of(engine.model, rows, self.losses_of), not same_global_state(before, global_state(device))
+            return outputs_of(engine, rows, self.losses_of), not same_global_state(before, global_state(device))
