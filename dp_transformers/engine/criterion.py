@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..clipping.checks.losses import expect_same_alone
-from ..clipping.checks.rows import Rows, is_batch_second
+from ..clipping.checks.rows import Rows, transposed
 from ..clipping.errors import warn_once
 from ..step.step import PrivateStep
 
@@ -104,27 +103,19 @@ class PrivateCriterion:
     def _compare(self, args: tuple, kwargs: dict, losses_b: torch.Tensor) -> None:
         """If rows of this batch were compared, raise ValueError if the loss of an example, or its gradient, is another
         one alone and unpadded."""
-        given, (leaves, structure) = self._step.current_batch(), tree_flatten((args, kwargs))
-        batch_first, size = self._step.clipper.engine.batch_first, len(losses_b)
-        is_square = any(isinstance(x, torch.Tensor) and x.shape == (size, size) for x in leaves)
-        if not self._step.clipper.compares_rows or (is_square and not batch_first):  # the rows' dimension is not known
+        given, clipper = self._step.current_batch(), self._step.clipper
+        if not clipper.compares_rows:
             return
-        are_second = [
-            isinstance(x, torch.Tensor) and is_batch_second(x, size, batch_first=batch_first) for x in leaves
-        ]
-
-        def swapped(args: tuple, kwargs: dict) -> Any:
-            swaps = zip(tree_leaves((args, kwargs)), are_second, strict=True)
-            return tree_unflatten([x.transpose(0, 1) if is_second else x for x, is_second in swaps], structure)
 
         def losses_of(*args: Any, **kwargs: Any) -> torch.Tensor:
-            args, kwargs = swapped(args, kwargs)
-            with self._step.clipper.engine.state.during_check():
+            with clipper.engine.state.during_check():
                 return self._by_example(self._each(args, kwargs), args, kwargs)
 
         sizes = {} if given is None else given.batch.sizes_of(args, kwargs)
-        args, kwargs = swapped(args, kwargs)
-        expect_same_alone(losses_of, Rows(args, kwargs, size, sizes))
+        args, kwargs = (args, kwargs) if clipper.engine.batch_first else transposed((args, kwargs))
+        rows = Rows(args, kwargs, len(losses_b), sizes, batch_first=clipper.engine.batch_first)
+        if not rows.are_ambiguous:
+            expect_same_alone(losses_of, rows)
 
     def _counted(self, each: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tensor:
         """Return True for each loss that counts in a mean: all without those of the criterion's ``ignore_index``."""

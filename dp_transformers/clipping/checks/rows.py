@@ -54,12 +54,12 @@ class Rows:
         size = batch_size_of(model, args, kwargs, batch_first)
         names = list(inspect.signature(model.forward).parameters)
         given = unpacked(model, args, kwargs)
-        return cls(*(given if batch_first else _transposed(given)), size, sizes or {}, names, batch_first)
+        return cls(*(given if batch_first else transposed(given)), size, sizes or {}, names, batch_first)
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Call a model, or a loss of what it is called with."""
         given = packed((self.args, self.kwargs))
-        args, kwargs = given if self.batch_first else _transposed(given)
+        args, kwargs = given if self.batch_first else transposed(given)
         return function(*args, **kwargs)
 
     def changed(self, change: Callable[[tuple, Any], Any]) -> Rows:
@@ -177,7 +177,8 @@ def arguments_of(batch: Any) -> tuple[tuple, dict]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) and not is_ragged(batch) else (batch,)), {}
 
 
-def _transposed(given: tuple[tuple, dict]) -> tuple[tuple, dict]:
+def transposed(given: tuple[tuple, dict]) -> tuple[tuple, dict]:
+    """Return arguments with their first two dimensions in the other order."""
     return tree_map(
         lambda x: x.transpose(0, 1) if isinstance(x, torch.Tensor) and x.dim() > 1 else x, given, is_leaf=is_ragged
     )
