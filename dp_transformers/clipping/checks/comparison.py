@@ -153,7 +153,7 @@ class Comparison:
         except (RuntimeError, IndexError, AssertionError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError) or _is_of_the_library(error):
                 raise
-            outputs_of(self._engine.model, self._rows, self._losses_of)  # an ordinary fault is raised as it is
+            outputs_of(self._engine, self._rows, self._losses_of)  # an ordinary fault is raised as it is
             raise SelfCheckError(
                 f"the model or its loss raised {type(error).__name__} for some rows of a batch, or for one alone and "
                 "unpadded. What takes statistics over the batch mixes examples (GroupNorm does not); otherwise give "
