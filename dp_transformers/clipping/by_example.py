@@ -180,8 +180,7 @@ class ExamplesApart:
         for copy in copies:
             copy._is_param = True  # some modules check the class
         functions = _Functions(self, owner, dict(zip(parameters, copies, strict=True)))
-        forward.record_call(owner)
-        forward.record_copies(owner)
+        forward.record_call(owner, forward.batch_size)  # its terms have one number for each example
         with substituted(owner.module, functions.copies), functions:
             output = function(*args, **kwargs)
         after, spec_after = tree_flatten((args, kwargs))

@@ -38,9 +38,8 @@ from .loss_graph import BatchLoss
 from .measured_budget import MeasuredBudget, memory_budget_of
 from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
-from .parallel.fsdp2 import Shards
-from .parallel.tensor_parallel import TensorParallel
 from .recorded_call import ForwardPass
+from .trainable import TrainableParameters
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +112,7 @@ class PerExampleClipper:
         self._call: tuple[Any, ...] = ()  # what the model was called with last
         self.compares_rows = False
         self._boundary: Boundary | None = None  # between the model and a loop of the user's
-        self._steps, self._versions = 0, -1  # of an optimizer that no loop tells of; how often it wrote to parameters
+        self._steps = 0  # begun by a loop that nobody follows
         self.engine = ClippingEngine(
             model,
             choose_mode(mode, model, self.clipping),
@@ -135,13 +134,6 @@ class PerExampleClipper:
         """Whether this clipper compares itself with one example at a time."""
         return self._self_check
 
-    @self_check.setter
-    def self_check(self, value: bool) -> None:
-        raise AttributeError(
-            f"self_check is {self.self_check} for the whole of a training, whose reports say so. Give it where the "
-            "training is set up (make_private, DPTrainingArguments, PerExampleClipper)."
-        )
-
     @property
     def model(self) -> nn.Module:
         return self.engine.model
@@ -153,20 +145,12 @@ class PerExampleClipper:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trainable parameters."""
-        return self.engine.trainable.parameters
+        return self.trainable.parameters
 
     @property
-    def device(self) -> torch.device:
-        """The device that the model computes on."""
-        return self.engine.trainable.device
-
-    @property
-    def shards(self) -> Shards:
-        return self.engine.trainable.shards
-
-    @property
-    def parallel(self) -> TensorParallel:
-        return self.engine.trainable.parallel
+    def trainable(self) -> TrainableParameters:
+        """They know their device, and how they are split over ranks."""
+        return self.engine.trainable
 
     @property
     def norms(self) -> torch.Tensor:
@@ -324,7 +308,7 @@ class PerExampleClipper:
             return None
         kind = (len(args), tuple(kwargs), losses_of is None)
         count = self._oracle.is_new(kind, size, lengths)
-        is_looked_at = self._schedule.is_due(together=bool(self.shards or self.parallel))
+        is_looked_at = self._schedule.is_due(together=bool(self.trainable.shards or self.trainable.parallel))
         self._call = kind, args, kwargs, losses_of, lengths, sizes_of
         self.compares_rows = bool(count) or is_looked_at
         if not self.compares_rows:
@@ -381,10 +365,8 @@ class PerExampleClipper:
                 )
                 self.detach()
                 self.attach()
-            self._count_steps()
         if self.engine.loop is None or not self.checked:
             self.compare(args, kwargs)
-            self._versions = self._written()  # the check writes to parameters too
         if self._witness is not None:
             self._witness.begin()
 
@@ -406,18 +388,6 @@ class PerExampleClipper:
         elif (limit := least(budget.offer())) >= 0:
             budget.settle(limit)
             logger.info("from step %d on a backward pass may keep %.1f MB more, to save time", steps + 1, limit / 1e6)
-
-    def _count_steps(self) -> None:
-        """The steps of a loop that nobody follows are seen by what they write to the parameters."""
-        if self._versions not in (-1, self._written()):
-            self._steps += 1
-            self.look_at_memory(self._steps, partial(self.shards.least, device=self.device))
-
-    def _written(self) -> int:
-        """How often parameters were written to; -1 where nobody needs to know."""
-        budget = self.engine.memory
-        is_open = isinstance(budget, MeasuredBudget) and not budget.is_settled
-        return sum(p._version for p in self.parameters) if is_open else -1
 
     # ---- backward ----
 
@@ -454,6 +424,9 @@ class PerExampleClipper:
             if clipping is not None:
                 raise ValueError("a private training clips by its mechanism: leave clipping= out here.")
             return self.engine.loop.add(losses, weights)
+        if self.engine.loop is None and self.parameters[0].grad is None:  # else it adds batches up
+            self.look_at_memory(self._steps, partial(self.trainable.shards.least, device=self.trainable.device))
+            self._steps += 1
         losses_b = None if isinstance(losses, BatchLoss) else losses
         if losses_b is not None and self._boundary is not None:
             self._boundary.look_at(losses_b)
@@ -474,7 +447,7 @@ class PerExampleClipper:
         unknown = forward.unknown
         if unknown is None or not self.self_check:
             return
-        if not (self.shards or self.parallel):  # a rank that compared alone would wait for others
+        if not (self.trainable.shards or self.trainable.parallel):  # a rank that compared alone would wait for others
             kind, args, kwargs, losses_of, lengths, sizes_of = self._call
             rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
             before = self._learned()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,38 +38,43 @@ Run = tuple[int, Calls]  # batch size, calls
 
 
 @contextmanager
-def hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]:
+def _after_calls(hooks: Iterable[tuple[nn.Module, Callable[[tuple, dict, Any], Any]]]) -> Iterator[None]:
+    """Inside, ``hook(args, kwargs, output)`` runs after every call of its module, and may return another output."""
+    with ExitStack() as stack:
+        for module, hook in hooks:
+            handle = module.register_forward_hook(
+                lambda m, args, kwargs, output, hook=hook: hook(args, kwargs, output), with_kwargs=True
+            )
+            stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
+def _hidden_parameters(owners: Iterable[Owner], shards: Shards) -> Iterator[None]:
     """Give the module of an owner detached copies of its parameters while it runs."""
-    handles: list[Any] = []
-    running: list[tuple[Owner, ExitStack]] = []
+    running: list[tuple[Owner, AbstractContextManager]] = []
 
     def hide(owner: Owner) -> None:
-        stack = ExitStack()
         wholes = [whole for p in owner.names for whole in shards.all_unsharded(p)]
         # some modules check the class
         copies: dict[nn.Parameter, torch.Tensor] = {p: nn.Parameter(p.detach(), requires_grad=False) for p in wholes}
-        stack.enter_context(substituted(owner.module, copies))
-        running.append((owner, stack))
+        running.append((owner, substituted(owner.module, copies)))
+        running[-1][1].__enter__()
 
-    def show(owner: Owner) -> None:
-        while running and running[-1][0] is owner:
-            running.pop()[1].close()
+    def show(owner: Owner | None) -> None:
+        while running and owner in (running[-1][0], None):
+            running.pop()[1].__exit__(None, None, None)
 
-    try:
+    with ExitStack() as stack:
         for owner in owners:
-            handles.append(owner.module.register_forward_pre_hook(lambda m, a, owner=owner: hide(owner)))
+            before = owner.module.register_forward_pre_hook(lambda m, a, owner=owner: hide(owner))
             # prepended, since hooks of one module must run in the reverse order of hiding
-            handles.append(
-                owner.module.register_forward_hook(
-                    lambda m, a, o, owner=owner: show(owner), always_call=True, prepend=True
-                )
+            after = owner.module.register_forward_hook(
+                lambda m, a, o, owner=owner: show(owner), always_call=True, prepend=True
             )
+            stack.callback(before.remove), stack.callback(after.remove)
+        stack.callback(show, None)
         yield
-    finally:
-        while running:
-            running.pop()[1].close()
-        for handle in handles:
-            handle.remove()
 
 
 def unowned_parameters(
@@ -82,7 +87,7 @@ def unowned_parameters(
         ValueError: the losses depend on no trainable parameter at all.
     """
     wholes = [(p, whole) for p in parameters for whole in shards.all_unsharded(p)]
-    with hidden_parameters(owners, shards), torch.enable_grad():
+    with _hidden_parameters(owners, shards), torch.enable_grad():
         # an extra leaf keeps the graph alive if nothing escapes
         total = losses().sum() + torch.zeros((), requires_grad=True, device=wholes[0][1].device)
         gradients = torch.autograd.grad(total, [whole for _, whole in wholes], allow_unused=True)
@@ -101,16 +106,13 @@ def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
 def _observed(owners: Sequence[Owner]) -> Iterator[Calls]:
     """Record the shapes of the inputs and outputs of every call of an owner."""
     seen: Calls = {owner: [] for owner in owners}
-    with ExitStack() as stack:
-        for owner in owners:
 
-            def record(module: nn.Module, args: tuple, kwargs: dict, output: Any, owner: Owner = owner) -> None:
-                given = unpacked(module, args, kwargs)
-                outs, all_outs = (_shapes(output, floating=floating) for floating in (True, False))
-                kind = kind_of_call(args, kwargs)
-                seen[owner].append(_Call(kind, _shapes(given, floating=False), outs, all_outs))
+    def record(owner: Owner, args: tuple, kwargs: dict, output: Any) -> None:
+        given = unpacked(owner.module, args, kwargs)
+        outs, all_outs = (_shapes(output, floating=floating) for floating in (True, False))
+        seen[owner].append(_Call(kind_of_call(args, kwargs), _shapes(given, floating=False), outs, all_outs))
 
-            stack.callback(owner.module.register_forward_hook(record, with_kwargs=True).remove)
+    with _after_calls((owner.module, partial(record, owner)) for owner in owners):
         yield seen
 
 
@@ -179,41 +181,31 @@ def _misread(owners: Sequence[Owner], losses_of: Callable[[int], torch.Tensor], 
         copies.append((owner, copy if copy.requires_grad else copy.requires_grad_()))
         return copy.clone()  # the model may modify it in place
 
-    with ExitStack() as stack, torch.enable_grad():
-        for owner in owners:
-            if owner.returned_unbatched_output:
-                hook = partial(lambda owner, module, args, output: tree_map(partial(copied, owner), output), owner)
-                stack.callback(owner.module.register_forward_hook(hook).remove)
+    def all_copied(owner: Owner, args: tuple, kwargs: dict, output: Any) -> Any:
+        return tree_map(partial(copied, owner), output)
+
+    shared = [owner for owner in owners if owner.returned_unbatched_output]
+    with _after_calls((owner.module, partial(all_copied, owner)) for owner in shared), torch.enable_grad():
         # of the second example: the copies that are read by mistake are the first one's or the last one's
         loss = losses_of(batch)[1]
         if not copies or not loss.requires_grad:
             return []
         gradients = torch.autograd.grad(loss, [copy for _, copy in copies], allow_unused=True)
     own = torch.arange(batch) == 1
-    return list(
-        {
-            owner: None
-            for (owner, _), g in zip(copies, gradients, strict=True)
-            if g is not None and bool(to_local(g)[~own].any())
-        }
-    )
+    each = zip(copies, gradients, strict=True)
+    return list(dict.fromkeys(owner for (owner, _), g in each if g is not None and bool(to_local(g)[~own].any())))
 
 
-@contextmanager
-def _same_at_all_positions(model: nn.Module) -> Iterator[None]:
-    """Inside, every module returns one vector at all positions of all examples, so that positions that are gathered by
-    what they hold are gathered all together, or none."""
+def _same_at_all_positions(args: tuple, kwargs: dict, output: Any) -> Any:
+    """Return an output with one vector at all positions of all examples, so that positions that are gathered by what
+    they hold are gathered all together, or none."""
 
     def same(x: Any) -> Any:
         if not (isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 1 and x.numel()) or is_dtensor(x):
             return x
         return x.reshape(-1, x.shape[-1])[0].expand_as(x).clone()
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            hook = module.register_forward_hook(lambda module, args, output: tree_map(same, output))
-            stack.callback(hook.remove)
-        yield
+    return tree_map(same, output)
 
 
 def discover_owners(
@@ -254,7 +246,7 @@ def discover_owners(
     def run_same() -> Run:
         for is_same in (True, False):
             try:
-                with _same_at_all_positions(model):
+                with _after_calls((module, _same_at_all_positions) for module in model.modules()):
                     return run(other_size, True, is_same)
             except torch.OutOfMemoryError:
                 raise

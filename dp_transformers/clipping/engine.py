@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,7 +71,6 @@ class ClippingEngine:
 
     Attributes:
         trainable, owners, state: What :meth:`attach` found out.
-        losses: What computes losses and may keep something of them, by name.
         deferred_checks: What must hold before anything is released, and only the device can tell.
         groups: The parameters that are clipped together where :meth:`backward` is given no others.
         forward: The forward pass that a backward pass would use.
@@ -101,7 +99,7 @@ class ClippingEngine:
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
         self.memory = memory
         self.owners: list[Owner] = []
-        self.losses: dict[str, Any] = {}
+        self._parts: dict[str, Any] = {"": model}
         self._clipping, self.deferred_checks = clipping, DeferredChecks()
         self._divided: tuple[ClippingFunction | None, Sequence[ParameterGroup]] = (None, ())
         self.forward: ForwardPass | None = None
@@ -111,13 +109,8 @@ class ClippingEngine:
         self.on_outputs: Callable[[tuple, dict, Any], Any] = lambda args, kwargs, output: None
         self._hooks = HookedModel(model, self)
         self._apart = ExamplesApart(self._record_whole)
-        self._on_trial, self._trial_limit = False, 0.0
+        self._on_trial = False
         self._fills_gradients = False  # autograd may, for the second of two passes
-
-    @property
-    def _loop_in_charge(self) -> TrainingLoop | None:
-        """The loop, of which a check that tries out the engine asks nothing."""
-        return None if self._on_trial else self.loop
 
     @property
     def _releases(self) -> bool:
@@ -146,15 +139,14 @@ class ClippingEngine:
             self.groups = (
                 [ParameterGroup(trainable.parameters)] if self._clipping is None else self.groups_of(self._clipping)
             )
-        parts = {"": self.model} | self.losses
         trained = {self.trainable.name_of(p): p for p in self.trainable.parameters}
-        self.state = ModelState(parts, self.deferred_checks, trained if self.trainable.shards else None)
+        self.state = ModelState(self._parts, self.deferred_checks, trained if self.trainable.shards else None)
         self.install_hooks()
         return not is_known
 
     def watch(self, name: str, loss: Any) -> None:
         """Put back what passes leave in ``loss``, too, a module or an object that computes losses."""
-        self.losses[name] = self.state.parts[name] = loss
+        self._parts[name] = loss
 
     def begin_anew(self) -> None:
         """Let every module own the parameters it holds, as at first, and forget what a try has left."""
@@ -220,14 +212,14 @@ class ClippingEngine:
         trainable.shards.reshard()
         grads = [(p.grad, p.grad_dtype) for p in trainable.parameters]
         on_trial, self._on_trial = self._on_trial, True
-        forward, self.forward = self.forward, None
+        loop, self.loop, forward, self.forward = self.loop, None, self.forward, None
         try:
             with torch.enable_grad(), without_caches(configurations(self.model)), self.state.during_check():
                 yield
         finally:
             self._on_trial = on_trial
             self.forget()
-            self.forward = forward
+            self.loop, self.forward = loop, forward
             trainable.shards.reshard()
             trainable.thaw()
             for p, (grad, dtype) in zip(trainable.parameters, grads, strict=True):
@@ -236,16 +228,6 @@ class ClippingEngine:
                     p.grad_dtype = dtype
                 p.grad = grad
             self._drop_instances()
-
-    @contextlib.contextmanager
-    def keeping_all(self) -> Iterator[None]:
-        """Inside, passes on trial keep what they would with a ``memory_budget`` without end, and not what the mode
-        keeps."""
-        self._trial_limit = math.inf
-        try:
-            yield
-        finally:
-            self._trial_limit = 0.0
 
     # ---- forward ----
 
@@ -260,17 +242,14 @@ class ClippingEngine:
         the user's own doing."""
         self.state.end_draw()
 
-    def forget(self) -> None:
-        """Let go of the forward pass: it is used up, or its losses are thrown away."""
-        self._replace_forward(None)
-
-    def _replace_forward(self, forward: ForwardPass | None) -> None:
+    def forget(self, then: ForwardPass | None = None) -> None:
+        """Let go of the forward pass: it is used up, or its losses are thrown away. Go on with another."""
         if self.forward is not None:
             for owner in self.forward.whole:
                 owner.needs_whole_batch = True
             self.forward.is_current = False
             self.forward.backward = None  # they hold each other
-        self.forward, self._hooks.in_backward = forward, False
+        self.forward, self._hooks.in_backward = then, False
 
     def begin_forward(self, args: tuple, kwargs: dict) -> bool:
         """The model is called with a graph; False if activation checkpointing calls it inside backward."""
@@ -280,19 +259,18 @@ class ClippingEngine:
             self.forget()  # that backward raised before its end
         self._hooks.reset()
         self.trainable.shards.reshard()
-        loop = self._loop_in_charge
         if not self._on_trial:
             self._before_forward(args, kwargs)
-        batch = None if loop is None else loop.current_batch()
+        batch = None if self.loop is None else self.loop.current_batch()
         if self._releases and not self.state.is_watching:
             self.begin_draw()
-        if loop is None or batch is not None:
+        if self.loop is None or batch is not None:
             self.state.before_forward()
         batch_size = batch_size_of(self.model, args, kwargs, self.batch_first)
         forward = self.forward
         if forward is None or forward.batch_size != batch_size or forward.batch is not batch:
             unused, forward = forward, self._new_forward(batch_size, batch)
-            self._replace_forward(forward)
+            self.forget(forward)
             if unused is not None:  # fine if its losses are thrown away; backward looks whether they are
                 forward.earlier_probes = [*unused.earlier_probes, unused.probe][-8:]
         if self.batch_first:
@@ -302,8 +280,7 @@ class ClippingEngine:
     def without_graph(self) -> contextlib.AbstractContextManager:
         """Return a context for a pass without a graph. Over a private batch it may leave something in the model, which
         would tell later batches of it as a pass with a graph would."""
-        loop = self._loop_in_charge
-        is_private = loop is not None and loop.current_batch() is not None
+        is_private = self.loop is not None and self.loop.current_batch() is not None
         return self.state.aside() if is_private else contextlib.nullcontext()
 
     def _new_forward(self, batch_size: int, batch: object) -> ForwardPass:
@@ -411,6 +388,7 @@ class ClippingEngine:
         weights: torch.Tensor | None = None,
         into: GradientSums | None = None,
         norms_only: bool = False,
+        trial_limit: float = 0.0,
     ) -> torch.Tensor:
         """Add the examples' clipped gradients, times their weights, to sums; (B,) the norms before that.
 
@@ -418,6 +396,7 @@ class ClippingEngine:
             groups: Clip these in the place of :attr:`groups`.
             into: The sums, which keep ``p.grad`` None. Without them the sum is added to ``p.grad``.
             norms_only: Add nothing.
+            trial_limit: How many bytes a pass on trial keeps that has a ``memory_budget``.
         """
         forward = self.require_forward(losses)
         weights_b, graph = checked_weights(weights, forward.probe), LossGraph(losses, forward)
@@ -429,7 +408,7 @@ class ClippingEngine:
             self._fills_gradients = True
             with without_autocast(graph.device):
                 clip = partial(coefficients, weights_b=weights_b)
-                plan = self.plan(forward, groups)
+                plan = self.plan(forward, groups, trial_limit)
                 mode = MODES["book_keeping"] if plan is not None and plan.one_pass else self.mode
                 backward = mode.begin(forward, groups, clip, None if norms_only else sums, graph, plan)
                 forward.go_back(backward)
@@ -457,13 +436,13 @@ class ClippingEngine:
                 sums.clear()
                 raise
 
-    def plan(self, forward: ForwardPass, groups: Sequence[ParameterGroup]) -> Plan | None:
+    def plan(self, forward: ForwardPass, groups: Sequence[ParameterGroup], trial_limit: float = 0.0) -> Plan | None:
         """What to keep; None leaves that to the mode: without a budget, and for groups that are clipped by themselves,
         of which nothing is kept for long."""
         if self.memory is None or len(groups) > 1:
             return None
         shards = self.trainable.shards
-        limit = self._trial_limit if self._on_trial else None
+        limit = trial_limit if self._on_trial else None
         plan = self.memory.plan(forward, one_pass=self.mode.one_pass, limit=limit)
         if shards and not self.mode.one_pass and shards.any_rank(not plan.one_pass, forward.probe.device):
             return replace(plan, one_pass=False, instances={})  # FSDP2 reduces what its units have taken
@@ -472,10 +451,9 @@ class ClippingEngine:
     # ---- gradients that no tap saw ----
 
     def _refuse_escapes(self, graph: LossGraph) -> None:
-        if (parameter := self.trainable.find_gradient()) is not None:  # some Function's own backward wrote to it
+        written = self.trainable.find_gradient()  # by some Function's own backward
+        if (parameter := graph.find_escape() if written is None else written) is not None:
             parameter.grad = None
-            self._refuse_escape(parameter)
-        if (parameter := graph.find_escape()) is not None:
             self._refuse_escape(parameter)
 
     def _refuse_escape(self, parameter: nn.Parameter) -> None:

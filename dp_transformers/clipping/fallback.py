@@ -6,8 +6,7 @@ It is slow, and exact for every module that treats its examples independently. T
 * **one by one**: the same in a loop, for modules that vmap cannot run (data-dependent control flow, in-place writes,
   sorted tokens).
 * **masked**, for modules that use random numbers (dropout): re-run on the whole batch with the same random numbers,
-and
-  differentiated once for each example, with the output gradients of all other examples set to zero.
+  and differentiated once for each example, from its own outputs alone.
 
 The recomputed output is compared with the recorded one, so that a module with hidden state, or (in the first two ways)
 one that mixes its examples, is refused instead of trained wrongly.
@@ -16,10 +15,8 @@ one that mixes its examples, is refused instead of trained wrongly.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..runtime.randomness import replayed
 from .batch_dims import PackedRows
 from .errors import HOW_TO_DO_WITHOUT, UnsupportedModuleError, how_to_fix, warn_once
+from .model_state import Held
 from .precision import HALF
 from .recorded_call import RecordedCall, differentiable_leaves
 from .terms import Dense, Term
@@ -37,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _EXAMPLES_AT_ONCE = 16
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def per_example_gradients(call: RecordedCall, parameters: dict[nn.Parameter, str]) -> dict[nn.Parameter, Term]:
@@ -105,47 +102,17 @@ def _of_one_example(call: RecordedCall, inputs: Sequence[torch.Tensor]) -> tuple
 
 @contextmanager
 def restored(module: nn.Module, *, but_flags: bool = False) -> Iterator[list[Any]]:
-    """Restore the attributes of ``module`` and of the modules in it afterwards, also inside lists and dictionaries: a
-    tensor of functorch is invalid outside of it. Yields a list, to which the changed containers are added at the end.
+    """Restore what ``module`` and the modules in it hold afterwards: a tensor of functorch is invalid outside of it.
+    Yields a list, to which the changes are added at the end.
 
     With ``but_flags``, attributes that were set to True or False keep the new value: they depend on no example, and
     transformers records so that it has registered the hooks which capture hidden states.
     """
-    parts, changed = list(module.modules()), []
-    containers: list[Any] = [x for part in parts for x in (vars(part), part._parameters, part._buffers, part._modules)]
-    for part in parts:
-        for name, x in vars(part).items():
-            if name not in _MODULE_ATTRIBUTES:
-                containers += _containers(x)
-    before, classes = [copy(each) for each in containers], [(part, type(part)) for part in parts]
+    held, changed = Held({"": module}, hooks=False), list[Any]()
     try:
         yield changed
     finally:
-        for part, cls in classes:
-            if type(part) is not cls:  # a parametrization was registered
-                part.__class__ = cls
-        for container, contents in zip(containers, before, strict=True):
-            if but_flags and isinstance(container, dict):
-                contents.update({name: x for name, x in container.items() if isinstance(x, bool)})
-            if _ids(container) != _ids(contents):
-                changed.append(container)
-                container.clear()
-                container.update(contents) if isinstance(container, dict) else container.extend(contents)
-
-
-def _containers(x: Any) -> Iterable[list | deque | dict]:
-    """Return ``x`` and the objects in it, as far as they are lists or dictionaries."""
-    found, todo = {}, [x]
-    while todo:
-        x = todo.pop()
-        if isinstance(x, (list, deque, dict)) and id(x) not in found:
-            found[id(x)] = x
-            todo += x.values() if isinstance(x, dict) else x
-    return found.values()
-
-
-def _ids(container: Any) -> list[int]:
-    return list(map(id, container.values() if isinstance(container, dict) else container))
+        changed += held.restore(lambda name, x: but_flags and isinstance(x, bool))
 
 
 def refuse_new_data(func: Callable) -> None:
@@ -292,10 +259,7 @@ def _masked(
     live = [(x, g.to(x.dtype)) for x, g in zip(shaped, backprops, strict=True) if x.requires_grad]
     gradients = {name: p.new_zeros(batch, *p.shape) for p, name in parameters.items()}
     for i in range(batch if live else 0):
-        masked = [torch.zeros_like(g) for _, g in live]
-        for mask, (_, g) in zip(masked, live, strict=True):
-            mask[i] = g[i]
-        _differentiate([x for x, _ in live], masked, values, gradients, i)
+        _differentiate([x[i] for x, _ in live], [g[i] for _, g in live], values, gradients, i)
     return gradients
 
 

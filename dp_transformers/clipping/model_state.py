@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -48,6 +48,98 @@ class _Holder(NamedTuple):
     before: Any
 
 
+class Held:
+    """Shallow copies of all that modules and objects hold, and of the containers and configurations among that.
+
+    Args:
+        roots: Modules, with all that they contain, and other objects, by the names that messages call them.
+        parameters: Whether parameters are a part of it.
+        hooks: Whether hooks are.
+
+    Attributes:
+        classes: The modules, with their classes.
+        holders: The copies, by the ids of what they are of.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], *, parameters: bool = True, hooks: bool = True):
+        self.classes: list[tuple[nn.Module, type]] = []
+        self.holders: dict[int, _Holder] = {}
+        ignored = _OF_TORCH.union(() if parameters else ("_parameters",), () if hooks else _HOOKS)
+        for root, thing in roots.items():
+            parts: list[tuple[str, Any]] = [("", thing)]
+            if isinstance(thing, nn.Module):
+                parts = list(thing.named_modules())
+                self.classes += [(module, type(module)) for _, module in parts]
+                if parameters:  # a quantised weight keeps its scales among its attributes
+                    parts += [(path, p) for path, p in thing.named_parameters() if not p.requires_grad and vars(p)]
+            for path, part in parts:
+                path = _joined(root, path)
+                self._add(path, vars(part), ())
+                for name, x in vars(part).items():
+                    if name not in ignored and (held := _held_by(x)) is not None:
+                        self._add(_joined(path, name), held, held if held is x else ())
+        all_held = [each.held for each in self.holders.values()]
+        self._views = [view for x in all_held for view in ((x.keys(), x.values()) if isinstance(x, dict) else (x,))]
+        self._sizes, self._entries = self._now()
+
+    def _add(self, path: str, held: Any, inner: Iterable[Any]) -> None:
+        """Keep a copy of ``held``, and of the containers in ``inner``."""
+        if id(held) not in self.holders:
+            self.holders[id(held)] = _Holder(path, held, dict(held) if isinstance(held, dict) else list(held))
+            for x in inner.values() if isinstance(inner, dict) else inner:
+                if isinstance(x, _CONTAINERS):
+                    self._add(path, x, x)
+
+    def _now(self) -> tuple[list[int], list[Any]]:
+        return list(map(len, self._views)), list(chain.from_iterable(self._views))
+
+    def is_same(self) -> bool:
+        """Whether all of it holds the same objects."""
+        sizes, entries = self._now()
+        has_same_classes = all(type(module) is cls for module, cls in self.classes)
+        return sizes == self._sizes and all(map(is_, entries, self._entries)) and has_same_classes
+
+    def restore(self, stays: Callable[[Any, Any], bool]) -> list[_Change]:
+        """Put back everything, but attributes and entries for which ``stays(name, what is held)`` is True. Return the
+        changes that are undone."""
+        changed: list[_Change] = []
+        if self.is_same():
+            return changed
+        for module, cls in self.classes:
+            if type(module) is not cls:
+                module.__class__ = cls
+        for path, held, before in self.holders.values():
+            if isinstance(held, dict):
+                for key in [*before, *(key for key in held if key not in before)]:
+                    old, new = before.get(key, _NOTHING), held.get(key, _NOTHING)
+                    if old is new or _is_ours(old) or _is_ours(new) or stays(key, new):
+                        continue
+                    changed.append(_Change(_joined(path, key), old, new))
+                    if old is _NOTHING:
+                        del held[key]
+                    else:
+                        held[key] = old
+            elif len(held) != len(before) or not all(map(is_, held, before)):
+                changed.append(_Change(path, before, held))
+                held.clear()
+                held.update(before) if isinstance(held, set) else held.extend(before)
+        return changed
+
+
+class _Change(NamedTuple):
+    path: str
+    before: Any
+    after: Any
+
+    @property
+    def is_worth_telling(self) -> bool:
+        """False of what held nothing before, or an equal number."""
+        before, after = self.before, self.after
+        is_equal = type(before) is type(after) and isinstance(before, _SCALARS) and before == after
+        is_unsaid = self.path.rpartition(".")[2] in _UNSAID
+        return not (before is _NOTHING or before is None or is_equal or is_unsaid)
+
+
 class _KeptTensor(NamedTuple):
     """A tensor to which only a pass would write.
 
@@ -70,43 +162,25 @@ class _KeptTensor(NamedTuple):
 
 
 class Snapshot:
-    """What modules and objects hold at one time, besides what is trained.
+    """What modules and objects hold at one time, besides what is trained, and what their tensors hold.
 
     Args:
-        roots: Modules, with all that they contain, and other objects, by the names that messages call them.
-        parameters: Whether frozen parameters are a part of it.
+        roots, parameters: Those of :class:`Held`.
         sums: Sums of the bits of large tensors, with the versions that they are of. Missing ones are added.
     """
 
     def __init__(self, roots: Mapping[str, Any], parameters: bool, sums: WeakTensorKeyDictionary):
-        self._sums = sums
-        self._classes: list[tuple[nn.Module, type]] = []
-        self._holders = list({id(each.held): each for each in self._found(roots, parameters)}.values())
-        held = [each.held for each in self._holders]
-        self._views = [view for x in held for view in ((x.keys(), x.values()) if isinstance(x, dict) else (x,))]
-        self._sizes, self._entries = self._entries_now()
-        self._tensors = list(self._found_tensors())
+        self._held, self._sums = Held(roots, parameters=parameters), sums
+        modules = [module for module, _ in self._held.classes]
+        self._buffers = [self._held.holders[id(module._buffers)] for module in modules]
+        self._tensors = list(
+            self._found({id(module._parameters) for module in modules if isinstance(module, _LAYERS)})
+        )
         self._note_versions()
 
-    def _found(self, roots: Mapping[str, Any], parameters: bool) -> Iterator[_Holder]:
-        for root, thing in roots.items():
-            parts: list[tuple[str, Any]] = [("", thing)]
-            if isinstance(thing, nn.Module):
-                parts = list(thing.named_modules())
-                self._classes += [(module, type(module)) for _, module in parts]
-                if parameters:  # a quantised weight keeps its scales among its attributes
-                    parts += [(path, p) for path, p in thing.named_parameters() if not p.requires_grad and vars(p)]
-            for path, part in parts:
-                path = _joined(root, path)
-                yield _Holder(path, vars(part), dict(vars(part)))
-                for name, x in vars(part).items():
-                    held = _held_by(x)
-                    if held is not None and name not in _OF_TORCH and (parameters or name != "_parameters"):
-                        yield _Holder(_joined(path, name), held, dict(held) if isinstance(held, dict) else list(held))
-
-    def _found_tensors(self) -> Iterator[_KeptTensor]:
-        seen, of_layers = set(), {id(part._parameters) for part, _ in self._classes if isinstance(part, _LAYERS)}
-        for path, held, before in self._holders:
+    def _found(self, of_layers: set[int]) -> Iterator[_KeptTensor]:
+        seen = set()
+        for path, held, before in self._held.holders.values():
             for key, x in before.items() if isinstance(before, dict) else enumerate(before):
                 if id(x) in seen or not _is_kept(x):
                     continue
@@ -114,14 +188,6 @@ class Snapshot:
                 t = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
                 content = t.data.clone() if _is_small(t) else None
                 yield _KeptTensor(_joined(path, key), t, t.data, content, id(held) not in of_layers)
-
-    def _entries_now(self) -> tuple[list[int], list[Any]]:
-        return list(map(len, self._views)), list(chain.from_iterable(self._views))
-
-    def _has_same_entries(self) -> bool:
-        sizes, entries = self._entries_now()
-        has_same_classes = all(type(module) is cls for module, cls in self._classes)
-        return sizes == self._sizes and all(map(is_, entries, self._entries)) and has_same_classes
 
     def _note_versions(self) -> None:
         self._versions = [_version_of(each.tensor) for each in self._tensors]
@@ -142,7 +208,7 @@ class Snapshot:
 
     def is_same(self) -> bool:
         """Whether the modules hold the same objects, without a look at what tensors hold."""
-        return self._has_same_entries() and all(each.is_in_place for each in self._tensors)
+        return self._held.is_same() and all(each.is_in_place for each in self._tensors)
 
     def refresh(self) -> None:
         """Keep what tensors hold now."""
@@ -151,10 +217,8 @@ class Snapshot:
 
     def restore_buffers(self) -> None:
         """Put back the buffers that were replaced, and what small tensors and arrays hold."""
-        buffers = {id(module._buffers) for module, _ in self._classes}
-        for _, held, before in self._holders:
-            if id(held) in buffers:
-                held.update(before)
+        for _, held, before in self._buffers:
+            held.update(before)
         self._copy(back=True)
 
     def restore(self, *, modes: bool = True) -> tuple[list[str], dict[str, torch.Tensor]]:
@@ -167,7 +231,8 @@ class Snapshot:
             The names of what was put back, as far as it held something before; and of every large tensor that was
             written to in its place, whether it holds what it held.
         """
-        changed = [] if self._has_same_entries() else self._restore_entries(modes)
+        changes = self._held.restore(lambda name, x: name == "training" and not modes)
+        changed = [each.path for each in changes if each.is_worth_telling]
         for each in self._tensors:
             if not each.is_in_place:
                 each.tensor.data = each.data
@@ -184,20 +249,6 @@ class Snapshot:
             else:
                 changed.append(each.name)
         return changed, written
-
-    def _restore_entries(self, modes: bool) -> list[str]:
-        changed: list[str] = []
-        for module, cls in self._classes:
-            if type(module) is not cls:
-                module.__class__ = cls
-        for path, held, before in self._holders:
-            if isinstance(held, dict):
-                changed += [_joined(path, key) for key in _restore_dict(held, before, modes)]
-            elif len(held) != len(before) or not all(map(is_, held, before)):
-                changed.append(path)
-                held.clear()
-                held.update(before) if isinstance(held, set) else held.extend(before)
-        return changed
 
 
 class ModelState:
@@ -367,21 +418,6 @@ def _sum_of_bits(t: torch.Tensor) -> torch.Tensor:
 def _is_ours(x: Any) -> bool:
     """Whether ``x`` is a hook of a clipper, or an object of this package."""
     return str(getattr(getattr(x, "func", x), "__module__", "")).startswith("dp_transformers.")
-
-
-def _restore_dict(held: dict, before: dict, modes: bool) -> Iterator[Any]:
-    """Put back every entry, and yield the keys of those that held something else than they do now."""
-    for key in [*before, *(key for key in held if key not in before)]:
-        old, new = before.get(key, _NOTHING), held.get(key, _NOTHING)
-        if old is new or _is_ours(old) or _is_ours(new) or (key == "training" and not modes):
-            continue
-        if old is _NOTHING:
-            del held[key]
-            continue
-        held[key] = old
-        is_equal = type(old) is type(new) and isinstance(old, _SCALARS) and old == new
-        if old is not None and key not in _UNSAID and not is_equal:
-            yield key
 
 
 def _refuse(name: str) -> None:

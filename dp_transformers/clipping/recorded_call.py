@@ -6,6 +6,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -42,59 +43,66 @@ class BackwardPass(Protocol):
         """Form the clipped sums after all taps were reached. Return the (B,) gradient norms."""
 
 
+@dataclass(eq=False)
 class ForwardPass:
     """One forward pass of the model.
 
-    Args:
+    Attributes:
         batch_size: B.
         probe: (B,) zeros, to which all taps lead.
         trainable: The trainable parameters.
         suspended: A context in which the model runs without taps.
         batch: A token of the physical batch; passes with different tokens are never clipped together.
         follows: True if only the clipper may run backward over it.
+        deferred_checks: Those of the clipped sums.
+        is_current: False once a later pass has replaced it, or a backward pass has used it.
+        earlier_probes: Those of forward passes that no backward has used.
+        uses: Recorded calls: the number of terms of each gradient.
+        returned: Numbers in the first outputs of these calls.
+        positions: Possible numbers of positions of an example.
+        whole: Owners that could not run one example at a time.
+        unknown: An owner that was called differently than in the self-check.
+        reentrant: True if some module ran without a graph, to be re-run inside backward.
+        recomputes: True if activation checkpointing runs modules again inside backward.
+        packs: True if saved tensors are discarded or moved, by activation checkpointing or offloading.
+        backward: The pass in progress.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        probe: torch.Tensor,
-        trainable: TrainableParameters,
-        *,
-        suspended: Callable[[], AbstractContextManager] = nullcontext,
-        batch: object = None,
-        follows: bool = False,
-        deferred_checks: DeferredChecks | None = None,
-    ):
-        self.batch_size, self.probe, self.trainable = batch_size, probe, trainable
-        self.deferred_checks = deferred_checks or DeferredChecks()  # of the clipped sums
-        self.suspended, self.batch, self.follows = suspended, batch, follows
-        self.is_current = True  # until a later pass replaces it, or a backward pass has used it
-        self.earlier_probes: list[torch.Tensor] = []  # of forward passes that no backward has used
-        self.uses: Counter[nn.Parameter] = Counter()  # recorded calls: the number of terms of each gradient
-        self.returned: Counter[nn.Parameter] = Counter()  # numbers in the first outputs of these calls
-        self.positions: set[int] = set()  # possible numbers of positions of an example
-        self.whole: set[Owner] = set()  # owners that could not run one example at a time
-        self.unknown: Owner | None = None  # an owner that was called differently than in the self-check
-        self.low_precision = torch.float32
-        self.reentrant = False  # some module ran without a graph, to be re-run inside backward
-        self.recomputes = False  # activation checkpointing runs modules again inside backward
-        self.packs = False  # saved tensors are discarded or moved, by activation checkpointing or offloading
-        self.backward: BackwardPass | None = None  # the pass in progress
+    batch_size: int
+    probe: torch.Tensor
+    trainable: TrainableParameters
+    suspended: Callable[[], AbstractContextManager] = nullcontext
+    batch: object = None
+    follows: bool = False
+    deferred_checks: DeferredChecks = field(default_factory=DeferredChecks)
+    is_current: bool = True
+    earlier_probes: list[torch.Tensor] = field(default_factory=list)
+    uses: Counter[nn.Parameter] = field(default_factory=Counter)
+    returned: Counter[nn.Parameter] = field(default_factory=Counter)
+    positions: set[int] = field(default_factory=set)
+    whole: set[Owner] = field(default_factory=set)
+    unknown: Owner | None = None
+    low_precision: torch.dtype = torch.float32
+    reentrant: bool = False
+    recomputes: bool = False
+    packs: bool = False
+    backward: BackwardPass | None = None
 
     def go_back(self, backward: BackwardPass) -> None:
         """Let ``backward`` have the terms of the taps that are reached from now on."""
         self.backward, self._is_reached = backward, False
         self.reduced = reduced_products(self.probe.device)  # once for all taps
 
-    def record_call(self, owner: Owner) -> None:
-        """Count a term for each parameter of ``owner``. Inside the backward pass, where activation checkpointing runs
-        a call again, it was counted already."""
-        if self.backward is None:
-            self.packs |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-            for p in owner.names:
-                self.uses[p] += 1
-        else:
+    def record_call(self, owner: Owner, returned: int = 0) -> None:
+        """Count a term for each parameter of ``owner``, and the numbers that the call returned. Inside the backward
+        pass, where activation checkpointing runs a call again, they were counted already."""
+        if self.backward is not None:
             self.recomputes = True
+            return
+        self.packs |= torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        for p in owner.names:
+            self.uses[p] += 1
+            self.returned[p] += returned
 
     def record_kind(self, owner: Owner, inputs: Sequence[torch.Tensor]) -> None:
         """Record that ``owner`` is called differently than in the self-check, if it is."""
@@ -106,11 +114,6 @@ class ForwardPass:
                 "that is seen too late: use use_reentrant=False."
             )
         self.unknown = owner
-
-    def record_copies(self, owner: Owner) -> None:
-        """Record the size of the terms of a call that runs one example at a time: one number for each example."""
-        if self.backward is None:
-            self.returned.update(dict.fromkeys(owner.names, self.batch_size))
 
     def forget_uses(self, parameters: Iterable[nn.Parameter]) -> None:
         """Uncount one term of each of these parameters."""

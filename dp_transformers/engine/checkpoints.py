@@ -21,7 +21,7 @@ def state_of(
     """Return what a checkpoint holds. All ranks that hold shards call this."""
     loop.clipper.engine.state.end_pass()
     with loop.checkpointing():
-        weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.shards))
+        weights, moments = _full_states(module, optimizer, is_sharded=bool(loop.clipper.trainable.shards))
     return {**others, "module": weights, "optimizer": moments, "privacy": loop.to_dict()}
 
 
@@ -67,7 +67,7 @@ def go_on_from(
     loop.restore(dict(content.pop("privacy")))
     with loop.checkpointing():
         states = content.pop("module"), moments
-        _load_full_states(module, states, optimizer, is_sharded=bool(loop.clipper.shards))
+        _load_full_states(module, states, optimizer, is_sharded=bool(loop.clipper.trainable.shards))
     return content
 
 

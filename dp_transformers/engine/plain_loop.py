@@ -227,7 +227,7 @@ class PlainLoop:
         return draws_dataloader(draws, sampler, **options)
 
     def _require_supported(self, clipper: PerExampleClipper, mechanism: Mechanism) -> None:
-        if clipper.parallel:
+        if clipper.trainable.parallel:
             raise ValueError(
                 "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
                 "PerExampleClipper with ShardedNoise in a loop that gives each group its examples (docs/scaling.md)."

@@ -283,7 +283,9 @@ class ShardedNoise:
         self._placements = [(p.device_mesh, p.placements) if is_dtensor(p) else None for p in clipper.parameters]
         for p, key in zip(clipper.parameters, self._placements, strict=True):
             if key not in self._streams:
-                replicas = None if is_dtensor(clipper.shards.unsharded(p)) else clipper.parallel.group
+                replicas = (
+                    None if is_dtensor(clipper.trainable.shards.unsharded(p)) else clipper.trainable.parallel.group
+                )
                 entropy = distributed.noise_entropy(p, dp_seed, layout=len(self._streams), replicas=replicas)
                 if entropy is None and (same or dp_seed is not None):
                     entropy = [distributed.shared_secret(dp_seed)]

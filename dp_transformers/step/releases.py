@@ -44,10 +44,10 @@ class NoisedSum:
         self, clipper: PerExampleClipper, stream: int, dtype: torch.dtype, *, dp_seed: int | None, secure: bool
     ):
         # the ranks of a tensor-parallel group work on the same examples, of which one counts them
-        self._counts = not clipper.parallel or clipper.parallel.mesh.get_local_rank() == 0
+        self._counts = not clipper.trainable.parallel or clipper.trainable.parallel.mesh.get_local_rank() == 0
         self._noise = GaussianNoise(secure=secure, entropy=None if dp_seed is None else [dp_seed, stream])
         self._dither = Dither(secure=secure, entropy=[distributed.shared_secret(dp_seed), stream])
-        self._sum = torch.zeros(1, dtype=dtype, device=clipper.device)
+        self._sum = torch.zeros(1, dtype=dtype, device=clipper.trainable.device)
 
     def begin_draw(self) -> None:
         """Begin with a sum of 0."""
@@ -86,7 +86,7 @@ class PrivateLoss(NoisedSum):
         self, release: Release, clipper: PerExampleClipper, *, dp_seed: int | None = None, secure: bool = False
     ):
         self._release = release
-        dtype = torch.float32 if clipper.device.type == "mps" else torch.float64
+        dtype = torch.float32 if clipper.trainable.device.type == "mps" else torch.float64
         super().__init__(clipper, 0x10551055, dtype, dp_seed=dp_seed, secure=secure)
 
     def add(self, losses_b: torch.Tensor, weights_b: torch.Tensor | None = None) -> None:

@@ -144,10 +144,12 @@ class PrivateStep:
                 further.begin_draw()
         batches, clipper = list(draw.batches), self.clipper
         clipper.engine.begin_draw()
-        clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.device))
+        clipper.look_at_memory(self._released, partial(distributed.min_over_ranks, device=clipper.trainable.device))
         rounds = max(
             self._at_least,
-            distributed.max_over_ranks(len(batches), clipper.device) if clipper.shards else len(batches),
+            distributed.max_over_ranks(len(batches), clipper.trainable.device)
+            if clipper.trainable.shards
+            else len(batches),
         )
         batches += [self._data.filler() for _ in range(rounds - len(batches))]
         for i, batch in enumerate(batches):
@@ -294,7 +296,7 @@ class PrivateStep:
         """
         clipper, order = self.clipper, self.order
         self._require_same_processes()
-        clipper.shards.reshard()
+        clipper.trainable.shards.reshard()
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if stepped != self._trained or optimizer is not self._validated:
             validate_optimizer(optimizer, clipper.model)
@@ -302,12 +304,12 @@ class PrivateStep:
         clipper.engine.end_draw()
         order.require_finished(self.run.mechanism)
         # the program waits for the device here, and before this in clipping alone
-        distributed.require_on_all(clipper.engine.deferred_checks.require, clipper.device, draw=order.last)
+        distributed.require_on_all(clipper.engine.deferred_checks.require, clipper.trainable.device, draw=order.last)
         self.run.verified = self.run.verified and clipper.self_check
         used = self.run.spend_step(self.number)
-        if clipper.shards:
+        if clipper.trainable.shards:
             distributed.wait_for_all()  # each rank adds its own noise, and none before the line is on the ledger
-        summed = bool(clipper.shards or clipper.parallel)
+        summed = bool(clipper.trainable.shards or clipper.trainable.parallel)
         relative_std = self.run.mechanism.noise.relative_std(self._released)
         scales = clipper.noise_scales_of(self.clipping)
         if order.in_hand is not None:

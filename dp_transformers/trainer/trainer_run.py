@@ -311,7 +311,7 @@ class TrainerRun:
 def _refuse_groups(clipper: PerExampleClipper, size: int, *, is_fsdp_enabled: bool) -> None:
     """Raise ValueError if FSDP was asked for and did not shard the model, if the tensor-parallel group of this process
     is not ``size`` consecutive ranks, or if ranks hold the same parameters and nothing sums their gradients."""
-    parallel, shards, world = clipper.parallel, clipper.shards, distributed.world_size()
+    parallel, shards, world = clipper.trainable.parallel, clipper.trainable.shards, distributed.world_size()
     if is_fsdp_enabled and not shards:
         raise ValueError(
             "FSDP was asked for, but accelerate did not shard the model: set fsdp=True, fsdp_config={'version': 2} "

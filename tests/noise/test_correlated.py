@@ -38,9 +38,9 @@ every_correlated = pytest.mark.parametrize("noise", [NOISES[n] for n in NOISES i
 
 def source_of(noise, shapes, **options):
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    whole = SimpleNamespace(unsharded=lambda p: p)
+    whole, alone = SimpleNamespace(unsharded=lambda p: p), SimpleNamespace(group=None)
     return noise.source(
-        SimpleNamespace(parameters=parameters, shards=whole, parallel=SimpleNamespace(group=None)), **options
+        SimpleNamespace(parameters=parameters, trainable=SimpleNamespace(shards=whole, parallel=alone)), **options
     )
 
 

@@ -126,8 +126,7 @@ class Comparison:
         errors = [self._error_of_sum(alone, lengths_kp, found)]
         del found
         if engine.memory is not None:  # a pass that may keep more forms the sum in another way
-            with engine.keeping_all():
-                errors.append(self._error_of_sum(alone, lengths_kp, self._clipped()))
+            errors.append(self._error_of_sum(alone, lengths_kp, self._clipped(math.inf)))
         result = Errors(norm_error_b, loss_error_b, max(errors), self._low_precision)
         is_wrong, trainable = not result.are_small, engine.trainable
         if trainable.shards.any_rank(is_wrong, trainable.device) and not is_wrong:  # so that all ranks decide alike
@@ -205,8 +204,9 @@ class Comparison:
             shadows.append(_shadow(trainable.shards.summed(p, to_local(g)) if trainable.shards else g))
         return _Alone(loss.detach(), lengths, shadows)
 
-    def _clipped(self) -> _Clipped:
-        """Clip each of the engine's groups by itself, to the median of its norms."""
+    def _clipped(self, limit: float = 0.0) -> _Clipped:
+        """Clip each of the engine's groups by itself, to the median of its norms. With a ``memory_budget``, keep at
+        most ``limit`` bytes that the mode would not."""
         engine, parameters = self._engine, self._engine.trainable.parameters
         for p in parameters:
             p.grad = None
@@ -216,7 +216,7 @@ class Comparison:
         functions = [_AtTheMedian() for _ in engine.groups]
         groups = [group._replace(clipping=each) for group, each in zip(engine.groups, functions, strict=True)]
         with without_dropout():  # of what runs again
-            norms_b = engine.backward(losses_b, groups=groups)
+            norms_b = engine.backward(losses_b, groups=groups, trial_limit=limit)
         total = [torch.zeros_like(p, dtype=sum_dtype(p)) if p.grad is None else p.grad for p in parameters]
         return _Clipped(losses_b.detach(), norms_b, total, [each.bound for each in functions])
 
