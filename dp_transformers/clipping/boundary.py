@@ -36,16 +36,15 @@ class Boundary:
         loss_reduction: "mean" or "sum": how a loss comes from the rows' losses; "none" where ``loss.backward()`` is
             not followed.
         add: Clips and sums, given the loss of a batch.
+
+    Attributes:
+        follows: True if ``loss.backward()`` clips.
     """
 
     def __init__(self, engine: ClippingEngine, loss_reduction: str, add: Callable[[BatchLoss], Any]):
         self._engine, self._reduction, self._add = engine, loss_reduction, add
+        self.follows = loss_reduction != "none"
         self._batches, self._next = 0, 1  # that were counted, and the next that is looked at
-
-    @property
-    def follows(self) -> bool:
-        """Whether ``loss.backward()`` clips."""
-        return self._reduction != "none"
 
     def hand_out(self, args: tuple, kwargs: dict, output: Any) -> Any:
         """Return ``output`` with the end of the model behind each tensor that has a graph. What a mean may be formed

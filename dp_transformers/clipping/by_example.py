@@ -67,7 +67,7 @@ class ExamplesApart:
 
     Args:
         record: ``f(owner, args, kwargs, output, first_node)`` records a call on the whole batch, and returns the
-            output to continue with; None for the same output.
+            output to continue with.
     """
 
     def __init__(self, record: Record):
@@ -136,7 +136,6 @@ class ExamplesApart:
             args, kwargs = _with_tensors(given, given_spec, whole[: len(inputs)])
             outputs = tuple(whole[len(inputs) :])
             found = self._record(owner, args, kwargs, outputs, first_node)
-            found = outputs if found is None else found
             return [_split(x, dim, batch) for x, dim in zip(found, out_dims, strict=True)]
 
         found = iter(self.on_whole_batch(recorded, [*inputs, *outputs]))
@@ -155,9 +154,7 @@ class ExamplesApart:
                 self._layers[key] = Owner(owner.paths, make(*parameters, *options), names)
             layer = self._layers[key]
             x, first_node = _for_each(tensors[1], is_apart[1], len(tensors[0])), torch.autograd._get_sequence_nr()
-            output = layer.module(x)
-            found = self._record(layer, (x,), {}, output, first_node)
-            return [output if found is None else found]
+            return [self._record(layer, (x,), {}, layer.module(x), first_node)]
 
         return self.on_whole_batch(called, [x])[0]
 

@@ -331,7 +331,7 @@ class ClippingEngine:
         forward.record_call(owner)
         if not torch.is_grad_enabled():
             forward.reentrant = True
-            return None
+            return output
         call = RecordedCall(owner, forward, args, kwargs, output, first_node)
         if forward.backward is None and self.memory is not None:
             for p in owner.names:

@@ -11,11 +11,12 @@ module stores in an attribute has none; there the walk ends at a tap."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from .loss_graph import LEAF
 from .precision import HALF
@@ -64,7 +65,7 @@ class LoopGraph:
         self.inputs: list[torch.Tensor] = []
         self.leaves: dict[torch.Tensor, None] = {}
         after: dict[Any, list[Any]] = {}  # for each node, the nodes that were computed from it
-        todo = [(*edge, None) for edge in map(_edge, roots)]
+        todo = [(*edge, None) for edge in _edges(roots)]
         while todo:
             node, number, later = todo.pop()
             if node is None:
@@ -79,8 +80,7 @@ class LoopGraph:
                 self.leaves[node.variable] = None
             elif type(node) is _END:
                 self.inputs += node.call.inputs
-                self.leaves |= dict.fromkeys(x for x in node.call.inputs if x.grad_fn is None)
-                todo += [(*_edge(x), None) for x in node.call.inputs]
+                todo += [(*edge, None) for edge in _edges(node.call.inputs)]
             elif type(node) not in ENDS:
                 todo += [(*edge, node) for edge in node.next_functions]
         self.leads = set[Any]()
@@ -90,11 +90,6 @@ class LoopGraph:
             if node is not None and node not in self.leads:
                 self.leads.add(node)
                 reached += after[node]
-
-    @property
-    def returned(self) -> list[tuple[int, ...]]:
-        """Shapes of the outputs of the model that the roots depend on."""
-        return [shape_of(*end) for end in self.ends if type(end[0]) is _END]
 
     def sizes_before(self, node: Any) -> list[tuple[int, ...]]:
         """Return the shapes of a node's inputs that come from the model."""
@@ -107,8 +102,9 @@ class LoopGraph:
         return is_larger and made.count(size) > max((shape.count(size) for shape in before), default=size)
 
 
-def _edge(x: Any) -> tuple[Any, int]:
-    return getattr(x, "grad_fn", None), getattr(x, "output_nr", 0)
+def _edges(tensors: Sequence[Any]) -> list[tuple[Any, int]]:
+    found = [get_gradient_edge(x) for x in tensors if isinstance(x, torch.Tensor) and x.requires_grad]
+    return [(edge.node, edge.output_nr) for edge in found]
 
 
 def shape_of(node: Any, number: int = 0) -> tuple[int, ...]:
@@ -155,6 +151,7 @@ class LossRoot:
     def __init__(self, graph: LoopGraph, forward: ForwardPass, loss_reduction: str, *, batch_first: bool):
         self._graph, self._forward, self._size = graph, forward, forward.batch_size
         self._reduction, self._batch_first = loss_reduction, batch_first
+        self._refuse: Callable[[str], NoReturn] = partial(_refuse, loss_reduction)
 
     def require_plain(self, root: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """Raise ValueError unless the loss is such a mean or sum. The loss of a single row may be any.
@@ -163,7 +160,8 @@ class LossRoot:
             gradient: The gradient at which backward starts; None for 1.
         """
         size = max(self._size, 1)
-        if any(size not in shape and (not shape or shape[0] % size) for shape in self._graph.returned):
+        returned = [shape_of(*end) for end in self._graph.ends if type(end[0]) is _END]
+        if any(size not in shape and (not shape or shape[0] % size) for shape in returned):
             self._refuse("the model returned it without rows, which find_example_losses(model)(batch) may have")
         if size == 1:
             return
@@ -238,9 +236,6 @@ class LossRoot:
 
     def _expect(self, holds: torch.Tensor, reason: str) -> None:
         self._forward.deferred_checks.expect(holds, partial(_refuse, self._reduction, reason))
-
-    def _refuse(self, reason: str) -> NoReturn:
-        _refuse(self._reduction, reason)
 
 
 def _refuse(reduction: str, reason: str) -> NoReturn:

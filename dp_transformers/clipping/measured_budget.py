@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import nn
 
 from .memory import MemoryBudget
 from .recorded_call import ForwardPass
@@ -29,22 +28,6 @@ SHARE, PART = 0.5, 0.25
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class _Size:
-    """The size of a pass: for each parameter the number of numbers that its modules returned, and the number of
-    examples. Memory grows with the former, and under attention with its square for each example."""
-
-    returned: Mapping[nn.Parameter, int]
-    examples: int
-
-    def is_within(self, other: _Size) -> bool:
-        for p, n in self.returned.items():
-            most = other.returned.get(p, 0)
-            if n > most or n * n * other.examples > most * most * self.examples:
-                return False
-        return True
-
-
 @dataclass
 class MeasuredBudget(MemoryBudget):
     """A budget of 0 bytes until :meth:`settle` is called."""
@@ -52,7 +35,7 @@ class MeasuredBudget(MemoryBudget):
     limit: float = 0.0
     is_settled: bool = False
     _trainable: TrainableParameters = field(init=False)
-    _seen: list[_Size] = field(default_factory=list)  # the largest passes, none of them within another
+    _largest: tuple[float, ...] = (0.0, 0.0)  # of the passes that were observed
     _balance: int = 0  # since the last offer: passes within earlier ones, minus passes that were not
 
     def refuse(self, mode: str, trainable: TrainableParameters) -> None:
@@ -63,19 +46,23 @@ class MeasuredBudget(MemoryBudget):
 
     def limit_of(self, forward: ForwardPass) -> float:
         """Return how many bytes this pass may keep until its clipped sums are formed; 0 if it is larger than any
-        before. Its size is then recorded, unless the limit is settled."""
-        size = _Size(dict(forward.returned), max(1, forward.batch_size))
-        if any(size.is_within(seen) for seen in self._seen):
+        before. Its size is then recorded, unless the limit is settled.
+
+        Memory grows with the numbers that modules return, and under attention with their square for each example.
+        """
+        returned = sum(forward.returned.values())
+        size = returned, returned**2 / max(1, forward.batch_size)
+        if all(now <= largest for now, largest in zip(size, self._largest, strict=True)):
             self._balance += 1
             return self.limit
         if not self.is_settled:
-            self._seen = [*(seen for seen in self._seen if not seen.is_within(size)), size]
+            self._largest = tuple(map(max, size, self._largest))
             self._balance -= 1
         return 0.0
 
     def forget(self) -> None:
         """Drop the observed passes, because later ones will run with more memory in use."""
-        self._seen, self._balance = [], 0
+        self._largest, self._balance = (0.0, 0.0), 0
 
     def offer(self) -> int:
         """Return the bytes that this process can spare, after a step; -1 while most passes are larger than before."""

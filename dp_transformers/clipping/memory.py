@@ -51,10 +51,6 @@ class Plan:
     one_pass: bool
     instances: Mapping[nn.Parameter, bool] = field(default_factory=dict)
 
-    def record(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
-        """Record the sizes of a term. ``held`` are the addresses of the tensors that the graph saved for its call."""
-        self.budget.record(forward, parameter, term, held)
-
     def keeps_instance(self, parameter: nn.Parameter, term: Term) -> bool:
         """Return True if instances are kept instead of the term."""
         return self.instances.get(parameter, term.store_instantiated)
@@ -100,10 +96,6 @@ class _Choice:
     is_free: bool
     saved: float
 
-    @property
-    def usual(self) -> float:
-        return self.instances if self.is_instantiated else self.factors
-
 
 @dataclass
 class MemoryBudget:
@@ -138,7 +130,7 @@ class MemoryBudget:
             )
 
     def record(self, forward: ForwardPass, parameter: nn.Parameter, term: Term, held: Collection[int]) -> None:
-        """Record the sizes of a term."""
+        """Record the sizes of a term. ``held`` are the addresses of the tensors that the graph saved for its call."""
         found = _TermSize()
         if not isinstance(term, Dense | NormOnly):
             returned, factors = max(1, forward.returned[parameter]), list(_tensors(term))
@@ -170,7 +162,8 @@ class MemoryBudget:
         if one_pass:
             larger = [(c.instances - c.own, c) for c in free if not c.is_instantiated]
             return Plan(self, True, dict.fromkeys(_worthwhile(larger, limit), True))
-        left = limit - sum(min(c.instances, c.factors) if c.is_free else c.usual for c in choices)
+        kept = (c.instances if c.is_instantiated else c.factors for c in choices if not c.is_free)
+        left = limit - sum(kept) - sum(min(c.instances, c.factors) for c in free)
         if left < 0:
             return Plan(self, False)
         smaller = {c.parameter: c.instances <= c.factors for c in free}

@@ -40,14 +40,6 @@ _NOTHING = object()
 _UNSAID = ("training", "_flat_weights", "_flat_weight_refs")  # modes, and what recurrent layers of torch set anew
 
 
-class _Holder(NamedTuple):
-    """A dict of attributes or a container among them, with a shallow copy of it."""
-
-    path: str
-    held: Any
-    before: Any
-
-
 class Held:
     """Shallow copies of all that modules and objects hold, and of the containers and configurations among that.
 
@@ -58,12 +50,12 @@ class Held:
 
     Attributes:
         classes: The modules, with their classes.
-        holders: The copies, by the ids of what they are of.
+        holders: The dicts of attributes, and the containers among these, with their paths and copies, by their ids.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, parameters: bool = True, hooks: bool = True):
         self.classes: list[tuple[nn.Module, type]] = []
-        self.holders: dict[int, _Holder] = {}
+        self.holders: dict[int, tuple[str, Any, Any]] = {}
         ignored = _OF_TORCH.union(() if parameters else ("_parameters",), () if hooks else _HOOKS)
         for root, thing in roots.items():
             parts: list[tuple[str, Any]] = [("", thing)]
@@ -78,14 +70,14 @@ class Held:
                 for name, x in vars(part).items():
                     if name not in ignored and (held := _held_by(x)) is not None:
                         self._add(_joined(path, name), held, held if held is x else ())
-        all_held = [each.held for each in self.holders.values()]
+        all_held = [held for _, held, _ in self.holders.values()]
         self._views = [view for x in all_held for view in ((x.keys(), x.values()) if isinstance(x, dict) else (x,))]
         self._sizes, self._entries = self._now()
 
     def _add(self, path: str, held: Any, inner: Iterable[Any]) -> None:
         """Keep a copy of ``held``, and of the containers in ``inner``."""
         if id(held) not in self.holders:
-            self.holders[id(held)] = _Holder(path, held, dict(held) if isinstance(held, dict) else list(held))
+            self.holders[id(held)] = path, held, dict(held) if isinstance(held, dict) else list(held)
             for x in inner.values() if isinstance(inner, dict) else inner:
                 if isinstance(x, _CONTAINERS):
                     self._add(path, x, x)
@@ -99,10 +91,10 @@ class Held:
         has_same_classes = all(type(module) is cls for module, cls in self.classes)
         return sizes == self._sizes and all(map(is_, entries, self._entries)) and has_same_classes
 
-    def restore(self, stays: Callable[[Any, Any], bool]) -> list[_Change]:
+    def restore(self, stays: Callable[[Any, Any], bool]) -> dict[str, bool]:
         """Put back everything, but attributes and entries for which ``stays(name, what is held)`` is True. Return the
-        changes that are undone."""
-        changed: list[_Change] = []
+        paths of what is put back: False where there was nothing before, or an equal number."""
+        changed: dict[str, bool] = {}
         if self.is_same():
             return changed
         for module, cls in self.classes:
@@ -114,30 +106,18 @@ class Held:
                     old, new = before.get(key, _NOTHING), held.get(key, _NOTHING)
                     if old is new or _is_ours(old) or _is_ours(new) or stays(key, new):
                         continue
-                    changed.append(_Change(_joined(path, key), old, new))
+                    is_equal = type(old) is type(new) and isinstance(old, _SCALARS) and old == new
+                    is_nothing = old is _NOTHING or old is None or key in _UNSAID
+                    changed[_joined(path, key)] = not (is_equal or is_nothing)
                     if old is _NOTHING:
                         del held[key]
                     else:
                         held[key] = old
             elif len(held) != len(before) or not all(map(is_, held, before)):
-                changed.append(_Change(path, before, held))
+                changed[path] = path.rpartition(".")[2] not in _UNSAID
                 held.clear()
                 held.update(before) if isinstance(held, set) else held.extend(before)
         return changed
-
-
-class _Change(NamedTuple):
-    path: str
-    before: Any
-    after: Any
-
-    @property
-    def is_worth_telling(self) -> bool:
-        """False of what held nothing before, or an equal number."""
-        before, after = self.before, self.after
-        is_equal = type(before) is type(after) and isinstance(before, _SCALARS) and before == after
-        is_unsaid = self.path.rpartition(".")[2] in _UNSAID
-        return not (before is _NOTHING or before is None or is_equal or is_unsaid)
 
 
 class _KeptTensor(NamedTuple):
@@ -231,8 +211,8 @@ class Snapshot:
             The names of what was put back, as far as it held something before; and of every large tensor that was
             written to in its place, whether it holds what it held.
         """
-        changes = self._held.restore(lambda name, x: name == "training" and not modes)
-        changed = [each.path for each in changes if each.is_worth_telling]
+        undone = self._held.restore(lambda name, x: name == "training" and not modes)
+        changed = [path for path, is_said in undone.items() if is_said]
         for each in self._tensors:
             if not each.is_in_place:
                 each.tensor.data = each.data

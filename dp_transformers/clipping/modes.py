@@ -80,7 +80,7 @@ class MeasuringPass:
                 "off what runs it again."
             )
         if self.plan is not None:
-            self.plan.record(self.forward, parameter, term, self._held)
+            self.plan.budget.record(self.forward, parameter, term, self._held)
         seen = self._open[parameter]
         seen.append(term.instantiate() if self.keeps and isinstance(term, Dense) else term)
         if len(seen) >= self.forward.uses[parameter]:
