@@ -109,7 +109,7 @@ class PerExampleClipper:
         self._self_check, self.asked_mode = self_check, mode
         self._modules: list[tuple[nn.Module, type]] = []  # that were compared, with their classes
         self._schedule, self._witness = Schedule(), cast("Witness | None", None)
-        self._call: tuple[Any, ...] = ()  # what the model was called with last
+        self._learn_owners: Callable[[], None] = lambda: None  # from what the model was called with last
         self.compares_rows = False
         self._boundary: Boundary | None = None  # between the model and a loop of the user's
         self._steps = 0  # begun by a loop that nobody follows
@@ -307,13 +307,17 @@ class PerExampleClipper:
         if not size:  # it shows nothing, and adds nothing
             return None
         kind = (len(args), tuple(kwargs), losses_of is None)
+
+        def rows_of_call() -> Rows:
+            return Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
+
+        self._learn_owners = lambda: self._oracle.compare_owners(kind, rows_of_call(), lengths, losses_of)
         count = self._oracle.is_new(kind, size, lengths)
         is_looked_at = self._schedule.is_due(together=bool(self.trainable.shards or self.trainable.parallel))
-        self._call = kind, args, kwargs, losses_of, lengths, sizes_of
         self.compares_rows = bool(count) or is_looked_at
         if not self.compares_rows:
             return None
-        rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
+        rows = rows_of_call()
         start, is_first = time.perf_counter(), not self._oracle.has_compared
         if count:
             self._oracle.compare(kind, rows, count, lengths, losses_of)
@@ -424,7 +428,7 @@ class PerExampleClipper:
             if clipping is not None:
                 raise ValueError("a private training clips by its mechanism: leave clipping= out here.")
             return self.engine.loop.add(losses, weights)
-        if self.engine.loop is None and self.parameters[0].grad is None:  # else it adds batches up
+        if self.engine.loop is None and self.trainable.find_gradient() is None:  # else it adds batches up
             self.look_at_memory(self._steps, partial(self.trainable.shards.least, device=self.trainable.device))
             self._steps += 1
         losses_b = None if isinstance(losses, BatchLoss) else losses
@@ -448,10 +452,8 @@ class PerExampleClipper:
         if unknown is None or not self.self_check:
             return
         if not (self.trainable.shards or self.trainable.parallel):  # a rank that compared alone would wait for others
-            kind, args, kwargs, losses_of, lengths, sizes_of = self._call
-            rows = Rows.of(self.model, args, kwargs, sizes_of(args, kwargs), batch_first=self.engine.batch_first)
             before = self._learned()
-            self._oracle.compare_owners(kind, rows, lengths, losses_of)
+            self._learn_owners()
             if before == self._learned():
                 return
         self.engine.forget()

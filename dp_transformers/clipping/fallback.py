@@ -6,7 +6,7 @@ It is slow, and exact for every module that treats its examples independently. T
 * **one by one**: the same in a loop, for modules that vmap cannot run (data-dependent control flow, in-place writes,
   sorted tokens).
 * **masked**, for modules that use random numbers (dropout): re-run on the whole batch with the same random numbers,
-  and differentiated once for each example, from its own outputs alone.
+  and differentiated once for each example, with the output gradients of all other examples set to zero.
 
 The recomputed output is compared with the recorded one, so that a module with hidden state, or (in the first two ways)
 one that mixes its examples, is refused instead of trained wrongly.
@@ -259,7 +259,10 @@ def _masked(
     live = [(x, g.to(x.dtype)) for x, g in zip(shaped, backprops, strict=True) if x.requires_grad]
     gradients = {name: p.new_zeros(batch, *p.shape) for p, name in parameters.items()}
     for i in range(batch if live else 0):
-        _differentiate([x[i] for x, _ in live], [g[i] for _, g in live], values, gradients, i)
+        masked = [torch.zeros_like(g) for _, g in live]
+        for mask, (_, g) in zip(masked, live, strict=True):
+            mask[i] = g[i]
+        _differentiate([x for x, _ in live], masked, values, gradients, i)
     return gradients
 
 

@@ -152,7 +152,8 @@ class Snapshot:
     def __init__(self, roots: Mapping[str, Any], parameters: bool, sums: WeakTensorKeyDictionary):
         self._held, self._sums = Held(roots, parameters=parameters), sums
         modules = [module for module, _ in self._held.classes]
-        self._buffers = [self._held.holders[id(module._buffers)] for module in modules]
+        buffers = [id(vars(module).get("_buffers")) for module in modules]  # compiled modules have none
+        self._buffers = [self._held.holders[each] for each in buffers if each in self._held.holders]
         self._tensors = list(
             self._found({id(module._parameters) for module in modules if isinstance(module, _LAYERS)})
         )
