@@ -4,9 +4,9 @@ Every example has a copy of the parameters that the module owns (:class:`.tap.Pa
 copies are the per-example gradients, and nothing runs a second time. vmap guarantees that no example depends on
 another one, whatever the module does.
 
-Inside vmap, a tensor is a batch of one example. A module with a rule that is called there still gets the tensors of
-the whole batch (:meth:`ExamplesApart.record`), and so does an embedding or a linear layer that is computed by a
-function (:class:`_Functions`): their terms are those of any other call.
+Inside vmap, a tensor is a batch of one example. If the module calls another module that has a rule, that call is
+recorded with the tensors of the whole batch (:meth:`ExamplesApart.record`), as calls outside vmap are. So is an
+embedding or a linear layer that the module computes by a function (:class:`_Functions`).
 
 A module that cannot run like this (control flow that depends on data, in-place writes, attributes that are set)
 raises, and is re-run in the backward pass instead (:mod:`.fallback`)."""
@@ -317,8 +317,8 @@ class _Functions(TorchFunctionMode):
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor | None:
-        """Return the attention of all examples, since entries of the first of four dimensions are independent; None
-        for other tensors."""
+        """Compute scaled dot-product attention once for the whole batch, where queries, keys and values have four
+        dimensions, the first of which is the batch. Return None, to let vmap compute it, for other tensors."""
         tensors = [query, key, value]
         if attn_mask is not None:
             tensors.append(attn_mask[None, None] if attn_mask.dim() == 2 else attn_mask)

@@ -104,7 +104,7 @@ def _shapes(structure: Any, *, floating: bool) -> list[torch.Size]:
 
 @contextmanager
 def _observed(owners: Sequence[Owner]) -> Iterator[Calls]:
-    """Record the shapes of the inputs and outputs of every call of an owner."""
+    """Yield a record of every call of an owner inside the context: the shapes of its inputs and outputs."""
     seen: Calls = {owner: [] for owner in owners}
 
     def record(owner: Owner, args: tuple, kwargs: dict, output: Any) -> None:

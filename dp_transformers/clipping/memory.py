@@ -5,13 +5,12 @@ kept       bytes                  multiplications, for norm and sum of an exampl
 =========  =====================  ========================================================
 instance   4·p·d                  T·p·d to form it, and memory that is written and read
 factors    of output gradients    T²·(p + d) or T·p·d for the norm, and T·p·d for the sum
-nothing    none                   the same, and those of a second backward pass
+nothing    none                   those of factors, and of a second backward pass
 =========  =====================  ========================================================
 
 Mode "book_keeping" keeps factors, and instances if they are no larger; the budget pays for larger instances that save
-time. Mode "ghost" keeps nothing; if the budget is enough for everything that sums are formed from, it is kept and
-there is no second backward pass. (Instances of a few weights would only save their sums in that pass, which is
-little.)
+time. Mode "ghost" keeps nothing. If the budget is enough to keep the factors or instances of all weights, it keeps
+them, and needs no second backward pass. It never keeps those of some weights only, which would save little.
 
 A plan depends on the shapes of a forward pass and on the sizes of earlier terms (:class:`_TermSize`), never on the
 numbers in a tensor. As long as a parameter is unknown, the mode keeps what it always keeps. Most parameters become

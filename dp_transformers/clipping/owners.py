@@ -103,8 +103,9 @@ class Owner:
     def batch_dims_of(
         self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], batch: int
     ) -> list[BatchDim]:
-        """Return the batch dimensions that :func:`.discovery.discover_owners` learned for such a call, inputs first.
-        For an unknown call, the batch is taken to be first, or, if it is empty, the empty dimension."""
+        """Return the batch dimension of each input, then of each output, as :func:`.discovery.discover_owners` learned
+        them for calls with as many tensors. In a call of which nothing was learned, it is the first dimension, or one
+        of size 0 if the batch is empty."""
         if known := self.batch_dims.get((len(inputs), len(outputs))):
             return known
         empty = [x.shape.index(0) if batch == 0 and 0 in x.shape else 0 for x in (*inputs, *outputs)]

@@ -34,7 +34,8 @@ class BackwardPass(Protocol):
         """Observe that a call of ``owner`` was reached, with the tensors that its tap saved."""
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return True if the norm of each parameter's term is enough."""
+        """Return True if this pass needs only the per-example norms of these parameters, and no gradient or factors of
+        it."""
 
     def add(self, parameter: nn.Parameter, term: Term) -> None:
         """Add the term of one use of ``parameter``."""

@@ -63,8 +63,11 @@ class Examples:
         return self._each(what, indices, draw, make)
 
     def together(self, indices: Sequence[int], purpose: str) -> Any:
-        """Return the collator's own batch of several examples. Random numbers are the same each time for one purpose,
-        and differ from those of any draw."""
+        """Collate several examples in one call, as a plain DataLoader would.
+
+        Args:
+            purpose: Seeds the random numbers, which are the same for each call with this text, and are not those of
+                any draw."""
         examples = []
         for i in indices:
             self._seeds.reseed(f"example {i} for {purpose}")

@@ -297,7 +297,8 @@ class Mechanism:
         return self.scaled_to(search(self, target_epsilon, target_delta, name))
 
     def scaled_to(self, sigma: float) -> Mechanism:
-        """Return this mechanism with another noise multiplier. The noise of releases keeps its ratio to it."""
+        """Return this mechanism with another noise multiplier. Further releases, as the private loss, get more or less
+        noise by the same factor."""
         now = self.noise.noise_multiplier
         releases = (replace(each, noise_multiplier=each.noise_multiplier * sigma / now) for each in self.releases)
         return replace(self, noise=self.noise.scaled_to(sigma), releases=tuple(releases))

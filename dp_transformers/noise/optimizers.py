@@ -72,7 +72,7 @@ class DPAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with gradients that a private step released."""
+        """Update the parameters with noised gradients, which a private step has released into ``p.grad``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -7,7 +7,7 @@ each step of both loops.
 * A row of a batch is one example, unmixed with others (:meth:`PrivateStep.before_forward`), and forward and backward
   run once over it (:meth:`PrivateStep.add`).
 * Random numbers are seeded from a secret before every forward pass (:meth:`PrivateStep.before_forward`).
-* Clipping is compared with one row at a time if something about a batch is new, and by chance
+* Some rows of a batch are run alone and compared, if something about the batch is new, and at random in others
   (:meth:`PrivateStep.check`).
 * The step owns the clipped sums and the clipping function, and hands both to the clipper: ``p.grad`` is None until the
   release, so whatever a loop does to it has no part in the sum (:meth:`PrivateStep.add`).

@@ -93,7 +93,8 @@ class TrainerRun:
 
     @property
     def planned_steps(self) -> int:
-        """The number of steps of the whole training, with those before a checkpoint."""
+        """The number of steps of the whole training, of which some may have been taken before it was resumed from a
+        checkpoint."""
         return self._planned_steps(self.run.mechanism.at(0).expected_batch_size)
 
     def _planned_steps(self, expected_batch_size: float) -> int:

@@ -94,7 +94,7 @@ class Witness:
         self._before = global_state(self._engine.trainable.device)
 
     def look(self, given: Any) -> None:
-        """Compare with what the model returned, or with the losses that were computed.
+        """Compare what the chosen row gives alone with what it gave in the batch.
 
         Raises:
             SelfCheckError: rows give something else alone.
