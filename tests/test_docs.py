@@ -1,9 +1,11 @@
 """The pages of docs/ and the README: their blocks run, and what they claim of the code, name or quote is so."""
 
 import ast
+import copy
 import doctest
 import importlib
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -188,11 +190,25 @@ def of_trl():
     return {**names, "chats": chats.rows("chat-completion", lengths), "preferences": chats.rows("preference", lengths)}
 
 
+def of_rounds():
+    return {"server": nn.Linear(3, 2), "copy": copy, "json": json, "Path": Path, **of_a_loop()}
+
+
+def of_triplets():
+    return {"encoder": nn.Linear(3, 4), "triplets": DataLoader(list(torch.randn(60, 4, 3)), batch_size=20)}
+
+
 # for each block of a page, what a reader has before it
 PREPARED = {
     "README.md": [of_the_trainer, of_a_loop],
     "docs/quick-start.md": [of_the_trainer, dict, of_a_loop],
     "docs/before-you-train.md": [dict, dict],
+    "docs/everyday.md": [
+        lambda: {**of_a_loop(), "itertools": itertools, "PrivacyEngine": dp_transformers.PrivacyEngine},
+        of_a_loop,
+        of_rounds,
+        of_triplets,
+    ],
     "docs/how-it-works.md": [dict, dict],
     "docs/from-opacus.md": [
         of_a_loop,

@@ -324,7 +324,7 @@ class PrivacyEngine:
             self._ledger,
             dp_seed=self._dp_seed,
             verified=loop.self_check,
-            about=lambda: self._about(loop),
+            about=lambda: self._about(loop, mechanism.unit.max_examples_per_person),
         )
         own = loop.sampling
         sizes = {"len(data_loader.dataset)": own.num_examples, "batch_size": own.expected_batch_size}
@@ -343,10 +343,11 @@ class PrivacyEngine:
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
 
-    def _about(self, loop: PlainLoop) -> dict[str, Any]:
+    def _about(self, loop: PlainLoop, rows: int) -> dict[str, Any]:
         """Return what the ledger holds of a training besides its mechanism."""
         assert self._ledger is not None, "it is asked for by the ledger"
-        data = describe_data(loop.data_loader.dataset, self._ledger.path.parent)
+        folder = self._ledger.path.parent
+        data = describe_data(loop.data_loader.dataset, folder, max_examples_per_person=rows)
         return circumstances(accountant=self._accountant, data=data, model=loop.module)
 
     def get_epsilon(self, delta: float) -> float:

@@ -339,8 +339,10 @@ def _changes_since(recorded: Mapping[str, Any] | None, ledger: Ledger) -> list[s
     """Return evidence that the ledger was changed, also by its ``recorded`` size and digest in a certificate."""
     chain = ledger.chain()
     if chain.broken_at is not None:
-        where = f"line {chain.broken_at} of {LEDGER_NAME}"
-        return [f"{where} does not follow from what stands before it: {_cause(chain.broken_at)}"]
+        return [
+            f"line {chain.broken_at} of {LEDGER_NAME} does not follow from what stands before it: an earlier line, or "
+            f"this one, was changed or put in, or a line before line {chain.broken_at} was taken out."
+        ]
     if recorded is None or ledger.digest(recorded["bytes"]) == (recorded["bytes"], recorded["sha256"]):
         return []
     if not chain.lines:
@@ -354,15 +356,6 @@ def _changes_since(recorded: Mapping[str, Any] | None, ledger: Ledger) -> list[s
         f"{LEDGER_NAME} {what} after {CERTIFICATE_NAME} was written: the SHA-256 of its first {recorded['bytes']} "
         "bytes is another one."
     ]
-
-
-def _cause(number: int) -> str:
-    if number == 1:
-        return "a line before it was taken out, or it was changed or put in itself."
-    return (
-        f"line {number - 1} or an earlier one was changed or put in, a line before line {number} was taken out, or "
-        f"line {number} itself was changed or put in."
-    )
 
 
 def _same(path: str, a: Any, b: Any) -> bool:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 KEY_NAME = "data_digest.key"
 _KEY_BYTES = 32
+logger = logging.getLogger(__name__)
 _BATCH = 1000  # rows that are read at once
 
 
@@ -72,14 +75,18 @@ def name_of(key: bytes) -> str:
     return hmac.digest(key, b"name of this key", "sha256")[:8].hex()
 
 
-def digest(rows: Iterable[Any], key: bytes) -> str:
-    """Return the digest of rows in any order: HMAC-SHA256 over the sorted HMAC-SHA256 of each row's JSON.
+def row_digests(rows: Iterable[Any], key: bytes) -> list[bytes]:
+    """Return the HMAC-SHA256 of each row's JSON.
 
     Raises:
         UndefinedDigestError: a row holds an object other than JSON values, arrays, bytes and dates.
     """
-    each = sorted(hmac.digest(key, _content(row), "sha256") for row in rows)
-    return "hmac-sha256:" + hmac.new(key, b"".join(each), hashlib.sha256).hexdigest()
+    return [hmac.digest(key, _content(row), "sha256") for row in rows]
+
+
+def digest(each: Iterable[bytes], key: bytes) -> str:
+    """Return the digest of rows in any order: HMAC-SHA256 over their sorted digests."""
+    return "hmac-sha256:" + hmac.new(key, b"".join(sorted(each)), hashlib.sha256).hexdigest()
 
 
 def _content(row: Any) -> bytes:
@@ -117,11 +124,15 @@ def rows_of(dataset: Any) -> Iterator[Any]:
     )
 
 
-def describe_data(dataset: Any, public_folder: str | os.PathLike, *, wanted: bool = True) -> dict[str, Any]:
-    """Return the number of rows of the training data, and their digest or the reason why there is none.
+def describe_data(
+    dataset: Any, public_folder: str | os.PathLike, *, wanted: bool = True, max_examples_per_person: int = 1
+) -> dict[str, Any]:
+    """Return the number of rows of the training data, and their digest or the reason why there is none. A warning says
+    how many rows equal another one: it stays out of what is handed over, since it tells of the rows.
 
     Args:
         public_folder: A folder that is handed over or pushed. A key inside it is not used.
+        max_examples_per_person: How many equal rows ε is for.
         wanted: Compute the digest. It reads every row once, some 20,000 in a second.
     """
     facts: dict[str, Any] = {"rows": len(dataset), "digest": None, "key": None}
@@ -134,7 +145,16 @@ def describe_data(dataset: Any, public_folder: str | os.PathLike, *, wanted: boo
     except (OSError, TypeError, ValueError) as error:
         return {**facts, "no_digest_because": str(error)}
     try:
-        return {**facts, "digest": digest(rows, key), "key": name_of(key)}
+        each = row_digests(rows, key)
+        copies = Counter(count for count in Counter(each).values() if count > max_examples_per_person)
+        if copies:
+            logger.warning(
+                "%d of the %d rows of the training data equal another one, one of them %d times: a person whose rows "
+                "these are is hidden less than epsilon says. Weigh losses in the place of copying rows, or say "
+                "max_examples_per_person=%d, for which dp-transformers budget computes what it costs.",
+                sum(count * n for count, n in copies.items()), len(each), max(copies), max(copies),
+            )  # fmt: skip
+        return {**facts, "digest": digest(each, key), "key": name_of(key)}
     except UndefinedDigestError as error:
         return {**facts, "no_digest_because": str(error)}
     except Exception as error:  # its text may quote the row, and no row must stop a training

@@ -278,7 +278,12 @@ class DPTrainerMixin(Base):
         assert dataset is not None and args.output_dir is not None, "there is no training without them"
         return circumstances(
             accountant=args.accountant,
-            data=describe_data(dataset, args.output_dir, wanted=args.data_digest),
+            data=describe_data(
+                dataset,
+                args.output_dir,
+                wanted=args.data_digest,
+                max_examples_per_person=self._run.mechanism.unit.max_examples_per_person,
+            ),
             model=self.model,
             also_released=_also_released(args, self.eval_dataset, self._chosen_by_evaluation),
         )

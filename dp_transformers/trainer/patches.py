@@ -25,7 +25,10 @@ def meshes_on_cpu(args: DPTrainingArguments, model: nn.Module | None) -> Iterato
     try:
         yield
     finally:
-        forbid_meshes_on_cpu()
+        # where accelerate has not written FSDP, it would take gloo for NCCL
+        for state in (PartialState._shared_state, AcceleratorState._shared_state):
+            if state.get("distributed_type") == DistributedType.MULTI_GPU and state["device"].type == "cpu":
+                state["distributed_type"] = DistributedType.MULTI_CPU
         # accelerate sets it for arguments that ask for FSDP; the next trainer of this process may have others
         if asked is None:
             os.environ.pop(FSDP_FLAG, None)
@@ -40,14 +43,6 @@ def allow_meshes_on_cpu(args: DPTrainingArguments, model: nn.Module | None = Non
     if asked and state.get("distributed_type") == DistributedType.MULTI_CPU:
         # accelerate writes FSDP here when it has read its configuration
         state["distributed_type"] = DistributedType.MULTI_GPU
-
-
-def forbid_meshes_on_cpu() -> None:
-    """Undo :func:`allow_meshes_on_cpu` where accelerate has not written FSDP: it would take gloo for NCCL
-    otherwise."""
-    for state in (PartialState._shared_state, AcceleratorState._shared_state):
-        if state.get("distributed_type") == DistributedType.MULTI_GPU and state["device"].type == "cpu":
-            state["distributed_type"] = DistributedType.MULTI_CPU
 
 
 def reduce_in_float32(trainer: Trainer) -> None:

@@ -9,12 +9,17 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from dp_transformers.reports.digest import KEY_NAME, describe_data, digest, key_path, name_of, owner_key, rows_of
+from dp_transformers.reports.digest import KEY_NAME, describe_data, key_path, name_of, owner_key, row_digests, rows_of
+from dp_transformers.reports.digest import digest as digest_of
 
 pytestmark = pytest.mark.halved
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 ROWS = [{"text": "a", "labels": 0}, {"text": "b", "labels": 1}, {"text": "b", "labels": 1}]
+
+
+def digest(rows, key):
+    return digest_of(row_digests(rows, key), key)
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +35,15 @@ def test_the_key_is_made_once_and_only_its_owner_reads_it(home):
     assert os.listdir(home) == [KEY_NAME]
     key_path().unlink()
     assert owner_key() != key
+
+
+def test_copies_of_rows_are_said_to_who_trains_and_to_nobody_else(tmp_path, caplog):
+    facts = describe_data([*ROWS, ROWS[2]], tmp_path / "out")
+    assert "3 of the 4 rows of the training data equal another one, one of them 3 times" in caplog.text
+    assert "max_examples_per_person=3" in caplog.text and {*facts} == {"rows", "digest", "key"}
+    caplog.clear()
+    describe_data([*ROWS, ROWS[2]], tmp_path / "out", max_examples_per_person=3)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
