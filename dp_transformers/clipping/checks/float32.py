@@ -92,7 +92,8 @@ def _stays_in_float32(engine: ClippingEngine, losses: Callable[[], torch.Tensor]
     """Return True if the model runs in float32 now, without casting to less by itself: the graph that one pass leaves
     shows it. Where something was ``replaced``, it must also be able to go backward like that."""
     trainable = engine.trainable
-    if trainable.low_precision in HALF:
+    is_quantised = not all(p.is_floating_point() for p in engine.model.parameters())
+    if trainable.low_precision in HALF or ("weights" in replaced and is_quantised):  # it casts where no graph shows it
         return False
     frozen = [p for p in engine.model.parameters() if p.is_floating_point() and not p.requires_grad]
     frozen = [] if _is_split(engine) else frozen
