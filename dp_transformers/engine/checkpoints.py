@@ -14,10 +14,10 @@ from ..runtime import distributed
 from ..step.ledger import PrivacyStateError
 from .loop import PrivateLoop
 
+_Optimizer = torch.optim.Optimizer | None
 
-def state_of(
-    loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None, others: Mapping[str, Any]
-) -> dict[str, Any]:
+
+def state_of(loop: PrivateLoop, module: nn.Module, optimizer: _Optimizer, others: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a checkpoint holds. All ranks that hold shards call this."""
     loop.clipper.engine.state.end_pass()
     with loop.checkpointing():
@@ -25,16 +25,8 @@ def state_of(
     return {**others, "module": weights, "optimizer": moments, "privacy": loop.to_dict()}
 
 
-def save(
-    path: str | os.PathLike | IO[bytes],
-    loop: PrivateLoop,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    others: Mapping[str, Any],
-) -> None:
-    """Write the file completely or not at all; into a file object that is given, as far as that goes. All ranks that
-    hold shards call this; rank 0 writes."""
-    content = state_of(loop, module, optimizer, others)
+def save(path: str | os.PathLike | IO[bytes], content: Mapping[str, Any]) -> None:
+    """Write the file completely or not at all; into a file object, as far as that goes. Rank 0 writes."""
     if distributed.rank() != 0:
         return
     if not isinstance(path, (str, os.PathLike)):
@@ -50,7 +42,7 @@ def save(
 
 
 def go_on_from(
-    state: Mapping[str, Any], where: str, loop: PrivateLoop, module: nn.Module, optimizer: torch.optim.Optimizer | None
+    state: Mapping[str, Any], where: str, loop: PrivateLoop, module: nn.Module, optimizer: _Optimizer
 ) -> dict[str, Any]:
     """Go on from what :func:`state_of` returned, and return the rest of it. ``where`` it is from, for messages."""
     content = dict(state)
@@ -66,14 +58,11 @@ def go_on_from(
         )
     loop.restore(dict(content.pop("privacy")))
     with loop.checkpointing():
-        states = content.pop("module"), moments
-        _load_full_states(module, states, optimizer, is_sharded=bool(loop.clipper.trainable.shards))
+        _load(module, content.pop("module"), optimizer, moments, is_sharded=bool(loop.clipper.trainable.shards))
     return content
 
 
-def _full_states(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, *, is_sharded: bool
-) -> tuple[dict, dict | None]:
+def _full_states(module: nn.Module, optimizer: _Optimizer, *, is_sharded: bool) -> tuple[dict, dict | None]:
     """Return the states of the model and the optimizer, unsharded."""
     if not is_sharded:
         return module.state_dict(), None if optimizer is None else optimizer.state_dict()
@@ -84,25 +73,18 @@ def _full_states(
     return sharded.get_model_state_dict(module, options=full), moments
 
 
-def _load_full_states(
-    module: nn.Module,
-    states: tuple[dict, dict | None],
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    is_sharded: bool,
-) -> None:
+def _load(module: nn.Module, weights: dict, optimizer: _Optimizer, moments: Any, *, is_sharded: bool) -> None:
     """Load what :func:`_full_states` returned; shards take their parts of it."""
-    weights, moments = states
     if not is_sharded:
         module.load_state_dict(weights)
-        if optimizer is not None and moments is not None:
+        if optimizer is not None:
             optimizer.load_state_dict(moments)
         return
     from torch.distributed.checkpoint import state_dict as sharded
 
     full = sharded.StateDictOptions(full_state_dict=True)
     sharded.set_model_state_dict(module, weights, options=full)
-    if optimizer is not None and moments is not None:
+    if optimizer is not None:
         # torch asks for a tensor to see the device by, and an optimizer without moments has none
         options = full if moments["state"] else sharded.StateDictOptions()
         sharded.set_optimizer_state_dict(module, optimizer, moments, options=options)

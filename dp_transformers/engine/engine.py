@@ -457,7 +457,7 @@ class PrivacyEngine:
         Of several processes the first writes. The others must call this too where they hold shards. They should wait
         for the first before they load.
         """
-        save(path, self._made_private(), module, optimizer, checkpoint_dict or {})
+        save(path, state_of(self._made_private(), module, optimizer, checkpoint_dict or {}))
 
     def load_checkpoint(
         self,
