@@ -346,7 +346,7 @@ class PerExampleClipper:
             loss = loss.func
         owner = getattr(loss, "__self__", loss)
         if not isinstance(owner, types.FunctionType):
-            self.engine.watch(name, owner)
+            self.engine.parts[name] = owner
 
     def require_same_parameters(self) -> None:
         """Raise ValueError if other parameters are trainable than when the clipper was attached, or somebody else
@@ -476,10 +476,10 @@ class PerExampleClipper:
         }
 
     def _after_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
-        """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here. What
-        that is given instead of ``output``, None for the same."""
+        """The end of a forward pass, maybe of a loop that goes back itself, over losses that are not known here.
+        Return what that is given."""
         self._look(output, of_losses=False)
-        return None if self._boundary is None else self._boundary.hand_out(args, kwargs, output)
+        return output if self._boundary is None else self._boundary.hand_out(args, kwargs, output)
 
     def _look(self, given: Any, *, of_losses: bool) -> None:
         """Let the witness of this batch compare what it is about."""

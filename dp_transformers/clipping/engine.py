@@ -71,13 +71,13 @@ class ClippingEngine:
 
     Attributes:
         trainable, owners, state: What :meth:`attach` found out.
+        parts: The model, which is called "", and what computes losses and may keep something of them, by name.
         deferred_checks: What must hold before anything is released, and only the device can tell.
         groups: The parameters that are clipped together where :meth:`backward` is given no others.
         forward: The forward pass that a backward pass would use.
         loop: It says which batch is worked on, and looks at forward passes.
         norms_b: The gradient norms of the examples of the last backward pass.
-        on_outputs: ``f(args, kwargs, output)``, after a forward pass that is recorded: the output that the user gets,
-            None for the same.
+        on_outputs: ``f(args, kwargs, output)``, after a forward pass that is recorded: the output that the user gets.
         follows: Whether a loop's own ``loss.backward()`` is led here, so that autograd reaches no tap by itself.
     """
 
@@ -99,14 +99,14 @@ class ClippingEngine:
         self.model, self.mode, self.batch_first, self._before_forward = model, mode, batch_first, before_forward
         self.memory = memory
         self.owners: list[Owner] = []
-        self._parts: dict[str, Any] = {"": model}
+        self.parts: dict[str, Any] = {"": model}
         self._clipping, self.deferred_checks = clipping, DeferredChecks()
         self._divided: tuple[ClippingFunction | None, Sequence[ParameterGroup]] = (None, ())
         self.forward: ForwardPass | None = None
         self.loop: TrainingLoop | None = None
         self.follows = False
         self.rows_second = set[int]()  # the numbers of the model's outputs that have rows in their second dimension
-        self.on_outputs: Callable[[tuple, dict, Any], Any] = lambda args, kwargs, output: None
+        self.on_outputs: Callable[[tuple, dict, Any], Any] = lambda args, kwargs, output: output
         self._hooks = HookedModel(model, self)
         self._apart = ExamplesApart(self._record_whole)
         self._on_trial = False
@@ -140,13 +140,9 @@ class ClippingEngine:
                 [ParameterGroup(trainable.parameters)] if self._clipping is None else self.groups_of(self._clipping)
             )
         trained = {self.trainable.name_of(p): p for p in self.trainable.parameters}
-        self.state = ModelState(self._parts, self.deferred_checks, trained if self.trainable.shards else None)
+        self.state = ModelState(self.parts, self.deferred_checks, trained if self.trainable.shards else None)
         self.install_hooks()
         return not is_known
-
-    def watch(self, name: str, loss: Any) -> None:
-        """Put back what passes leave in ``loss``, too, a module or an object that computes losses."""
-        self._parts[name] = loss
 
     def begin_anew(self) -> None:
         """Let every module own the parameters it holds, as at first, and forget what a try has left."""
@@ -341,10 +337,10 @@ class ClippingEngine:
 
     def end_forward(self, args: tuple, kwargs: dict, output: Any) -> Any:
         if self._on_trial:
-            return None
+            return output
         given = self.on_outputs(args, kwargs, output)
         if self.loop is not None:  # the last, since it follows the user's gradients alone
-            self.loop.after_forward(output if given is None else given)
+            self.loop.after_forward(given)
         return given
 
     # ---- backward ----

@@ -63,7 +63,9 @@ class Held:
                 parts = list(thing.named_modules())
                 self.classes += [(module, type(module)) for _, module in parts]
                 if parameters:  # a quantised weight keeps its scales among its attributes
-                    parts += [(path, p) for path, p in thing.named_parameters() if not p.requires_grad and vars(p)]
+                    own = [(path, vars(part).get("_parameters", {}).items()) for path, part in parts]
+                    each = ((_joined(path, name), p) for path, items in own for name, p in items if p is not None)
+                    parts += [(path, p) for path, p in each if not p.requires_grad and vars(p)]
             for path, part in parts:
                 path = _joined(root, path)
                 self._add(path, vars(part), ())
