@@ -97,6 +97,7 @@ class Comparison:
 
     Attributes:
         together: The chosen rows as they stand.
+        is_reentrant: Whether a part of the model ran under reentrant checkpointing, which hides it from autograd.
         position_dims: In which dimension each of the model's outputs has padding, where these were compared. Nothing
             but zeros there is none: no gradient leads from there to a parameter.
     """
@@ -108,7 +109,7 @@ class Comparison:
         self._copies = 1 + any(isinstance(m, _BatchNorm) for m in engine.model.modules())
         self._shapes: list[list[torch.Size]] = []  # of the outputs of each row alone
         self._low_precision = engine.trainable.low_precision
-        self.together, self.position_dims = rows.only(chosen), dict[int, int]()
+        self.together, self.position_dims, self.is_reentrant = rows.only(chosen), dict[int, int](), False
 
     def run(self) -> Errors:
         """Compare in the mode that the model is in."""
@@ -211,6 +212,7 @@ class Comparison:
         for p in parameters:
             p.grad = None
         losses_b, forward = self._losses(), engine.forward
+        self.is_reentrant = forward is not None and forward.reentrant
         low = [losses_b.dtype, engine.trainable.low_precision, *([forward.low_precision] if forward else [])]
         self._low_precision = max(low, key=TOLERANCE.__getitem__)
         functions = [_AtTheMedian() for _ in engine.groups]
