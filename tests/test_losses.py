@@ -438,7 +438,7 @@ def bare(name: str) -> nn.Module:
     [
         "XLNetLMHeadModel", "XLMWithLMHeadModel", "CpmAntForCausalLM", "BartForCausalLM", "TrOCRForCausalLM", "MusicgenForCausalLM",
         "GitForCausalLM", "ProphetNetForConditionalGeneration", "FSMTForConditionalGeneration", "EncoderDecoderModel",
-        "M2M100ForConditionalGeneration", "Qwen2AudioForConditionalGeneration", "BertForPreTraining", "BertForNextSentencePrediction",
+        "Qwen2AudioForConditionalGeneration", "BertForPreTraining", "BertForNextSentencePrediction",
         "LukeForMaskedLM", "YosoForTokenClassification", "BrosForTokenClassification", "LxmertForQuestionAnswering",
         "XLNetForQuestionAnswering", "DPRReader", "Wav2Vec2ForCTC", "DetrForObjectDetection", "SegformerForSemanticSegmentation",
         "DeiTForImageClassificationWithTeacher", "GPT2DoubleHeadsModel", "BertModel", "SpeechEncoderDecoderModel", "DiaForConditionalGeneration",

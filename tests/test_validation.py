@@ -73,7 +73,7 @@ PROBLEMS = {  # module -> what is said of it, what is done about it
     "subclass": (lambda: NormAndActivation(8), "NormAndActivation: it normalises", None),
     "parametrized": (lambda: parametrized(nn.BatchNorm2d(8)), "whole batch", None),
     "hooked": (lambda: hooked(nn.BatchNorm2d(8)), "whole batch", None),
-    "InstanceNorm": (lambda: nn.InstanceNorm1d(2, track_running_stats=True), "without noise", "InstanceNorm1d: track_running_stats=True -> False"),
+    "InstanceNorm": (lambda: nn.InstanceNorm1d(2, track_running_stats=True), "keep private data", "InstanceNorm1d: track_running_stats=True -> False"),
     "own statistics": (OwnBatchNorm, "running statistics", None),
     "max_norm": (lambda: nn.EmbeddingBag(5, 3, max_norm=2.0), "EmbeddingBag with max_norm", "EmbeddingBag: max_norm=2.0 -> None"),
     "sparse": (lambda: nn.Embedding(5, 3, sparse=True), "with sparse: the noised", "Embedding: sparse=True -> False"),
