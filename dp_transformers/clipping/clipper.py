@@ -40,6 +40,7 @@ from .modes import Mode, choose_mode
 from .owners import Owner, warn_about_fallback
 from .recorded_call import ForwardPass
 from .trainable import TrainableParameters
+from .units import Units
 
 logger = logging.getLogger(__name__)
 
@@ -400,6 +401,7 @@ class PerExampleClipper:
         losses: torch.Tensor | BatchLoss,
         weights: torch.Tensor | None = None,
         *,
+        unit_ids: torch.Tensor | None = None,
         clipping: ClippingFunction | None = None,
         into: GradientSums | None = None,
     ) -> torch.Tensor:
@@ -412,12 +414,16 @@ class PerExampleClipper:
         Args:
             losses: (B,), each computed from its own example alone, with graph. Not averaged over the batch, but for
                 the loss of a batch that a loop went backward from.
-            weights: (B,) in [0, 1], default all ones; 0 takes an example out.
+            weights: (B,) in [0, 1], default all ones; 0 takes an example out. With ``unit_ids`` (U,), one for each
+                unit.
+            unit_ids: (B,) integers. Rows with the same one are clipped together, as one example: g_i is the sum of
+                their gradients. Of rows that are averaged, hand over losses that are divided by their number.
             clipping: What clips, default the function that this clipper was made with.
             into: Sums to add to in the place of ``grad`` (:meth:`empty_sums`), which is None afterwards.
 
         Returns:
-            (B,) float32: the gradient norms ‖g_i‖ before clipping and weighting.
+            (B,) float32: the gradient norms ‖g_i‖ before clipping and weighting. With ``unit_ids`` (U,), for the units
+            in ascending order of their ids.
 
         Raises:
             ValueError: wrong shapes, weights outside [0, 1], losses without a graph or with one from before
@@ -439,7 +445,8 @@ class PerExampleClipper:
         if losses_b is not None:
             self._look(losses_b, of_losses=True)
         groups = self.engine.groups_of(self.clipping if clipping is None else clipping)
-        return self.engine.backward(losses, weights=weights, groups=groups, into=into)
+        units = None if unit_ids is None else Units(unit_ids, self.engine.require_forward(losses).probe)
+        return self.engine.backward(losses, weights=weights, units=units, groups=groups, into=into)
 
     def _require_known(self, forward: ForwardPass) -> None:
         """Compare once more where a module was called otherwise than in the rows that were compared, so that nobody

@@ -19,11 +19,19 @@ SMALLEST_BOUND = 1e-12
 
 class Coefficients(NamedTuple):
     """(B,) gradient norms, (B,) factors of the gradients, and a (B,) mask of norms that are not finite (None: all
-    are)."""
+    are). Where rows are clipped by unit, these are (U,), and ``unit_of_row`` is (B,)."""
 
     norms_b: torch.Tensor
     of_sum_b: torch.Tensor
     invalid_b: torch.Tensor | None
+    unit_of_row: torch.Tensor | None = None
+
+    def of_rows(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the factor of each row of the batch, and the mask of those that are not finite."""
+        if self.unit_of_row is None:
+            return self.of_sum_b, self.invalid_b
+        invalid_b = None if self.invalid_b is None else self.invalid_b[self.unit_of_row]
+        return self.of_sum_b[self.unit_of_row], invalid_b
 
 
 def coefficients(
@@ -31,6 +39,7 @@ def coefficients(
     *,
     clipping: ClippingFunction | None,
     weights_b: torch.Tensor | None = None,
+    unit_of_row: torch.Tensor | None = None,
 ) -> Coefficients:
     """Return each example's weight times the coefficient of ``clipping`` (None: 1, no clipping); 0 if the norm is not
     finite."""
@@ -45,7 +54,7 @@ def coefficients(
     if not math.isfinite(norms_b.sum()):
         invalid_b = ~torch.isfinite(norms_b)
         coef_b = coef_b.masked_fill(invalid_b, 0.0)
-    return Coefficients(norms_b, coef_b, invalid_b)
+    return Coefficients(norms_b, coef_b, invalid_b, unit_of_row)
 
 
 def checked_clipping(clipping: float | ClippingFunction) -> ClippingFunction:

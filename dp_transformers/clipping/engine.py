@@ -34,6 +34,7 @@ from .precision import without_autocast
 from .recorded_call import ForwardPass, RecordedCall
 from .tap import tapped
 from .trainable import TrainableParameters
+from .units import Units
 
 logger = logging.getLogger(__name__)
 
@@ -382,6 +383,7 @@ class ClippingEngine:
         *,
         groups: Sequence[ParameterGroup] | None = None,
         weights: torch.Tensor | None = None,
+        units: Units | None = None,
         into: GradientSums | None = None,
         norms_only: bool = False,
         trial_limit: float = 0.0,
@@ -395,7 +397,12 @@ class ClippingEngine:
             trial_limit: How many bytes a pass on trial keeps that has a ``memory_budget``.
         """
         forward = self.require_forward(losses)
-        weights_b, graph = checked_weights(weights, forward.probe), LossGraph(losses, forward)
+        weights_b, unit_of_row = checked_weights(weights, forward.probe if units is None else units.zeros()), None
+        if units is not None and units.are_rows:
+            weights_b = None if weights_b is None else weights_b[units.of_row]
+        elif units is not None:
+            forward.units, unit_of_row = units, units.of_row
+        graph = LossGraph(losses, forward)
         self.trainable.refuse_gradient_hooks()
         sums, groups = GradientSums(self.trainable) if into is None else into, groups or self.groups
         try:
@@ -403,7 +410,7 @@ class ClippingEngine:
                 sums.take_gradients()
             self._fills_gradients = True
             with without_autocast(graph.device):
-                clip = partial(coefficients, weights_b=weights_b)
+                clip = partial(coefficients, weights_b=weights_b, unit_of_row=unit_of_row)
                 plan = self.plan(forward, groups, trial_limit)
                 mode = MODES["book_keeping"] if plan is not None and plan.one_pass else self.mode
                 backward = mode.begin(forward, groups, clip, None if norms_only else sums, graph, plan)
@@ -412,7 +419,8 @@ class ClippingEngine:
                 self.trainable.drop_gradients()
                 graph.go_back(retain_graph=not mode.one_pass)
                 self._refuse_escapes(graph)
-                self.norms_b = backward.finish()
+                norms_b = backward.finish()
+                self.norms_b = norms_b if units is None or not units.are_rows else units.in_order(norms_b)
             self._end_sum(sums)
         finally:
             self._fills_gradients = False

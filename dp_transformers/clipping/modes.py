@@ -68,7 +68,8 @@ class MeasuringPass:
             self._held = {x.untyped_storage().data_ptr() for x in saved}
 
     def wants_only_norms_of(self, parameters: Iterable[nn.Parameter]) -> bool:
-        return not (self.keeps or self.instantiate) and all(self.forward.uses[p] == 1 for p in parameters)
+        keeps_terms = self.keeps or self.instantiate or self.forward.units is not None
+        return not keeps_terms and all(self.forward.uses[p] == 1 for p in parameters)
 
     def add(self, parameter: nn.Parameter, term: Term) -> None:
         """Collect a term. After the last use that the forward pass recorded, close the parameter."""
@@ -104,10 +105,21 @@ class MeasuringPass:
             for parameter in list(self._open):
                 self._close(parameter)
 
+    def add_norm(self, norms: NormAccumulator, terms: Sequence[Term], inexact: Sequence[Term]) -> None:
+        """Add the norm of the sum of ``terms``, all uses of a parameter, with an allowance for the rounding of those
+        that are ``inexact``."""
+        if self.forward.units is not None:
+            norms.add(self.forward.units.norms(terms, instantiate=self.instantiate))
+            return
+        measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
+        rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
+        norms.add(measured, position_norms(inexact, self.cache), rounding)
+
     def squared_norms(self, norms: NormAccumulator) -> torch.Tensor:
-        """Return the (B,) squared norms over all parameters in ``norms``."""
-        total_b = norms.total(self.forward.probe.device)
-        total_b = torch.zeros_like(self.forward.probe) if total_b is None else total_b
+        """Return the (B,) squared norms over all parameters in ``norms``, or (U,) by unit."""
+        total_b, units = norms.total(self.forward.probe.device), self.forward.units
+        if total_b is None:
+            total_b = torch.zeros_like(self.forward.probe) if units is None else units.zeros()
         return self.forward.trainable.parallel.sum_over_group(total_b)
 
 
@@ -115,7 +127,7 @@ class _KeptGroup:
     """The terms or instances that are kept for one group."""
 
     def __init__(self, group: ParameterGroup, forward: ForwardPass):
-        self.clipping, self.parameters = group.clipping, group.parameters
+        self.clipping, self.parameters, self._units = group.clipping, group.parameters, forward.units
         self.missing = sum(forward.uses[p] > 0 for p in group.parameters)  # parameters without terms yet
         self.norms = NormAccumulator()
         self.terms: dict[nn.Parameter, list[Term]] = {}
@@ -128,7 +140,7 @@ class _KeptGroup:
         for small in self.small.values():
             joined = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
             self._concatenated.append((list(small), [x.shape[1] for x in small.values()], joined))
-            self.norms.add(joined.norm())
+            self.norms.add(joined.norm() if self._units is None else self._units.norms([joined]))
         self.small.clear()
 
     def small_sums(self, clipped: Coefficients) -> dict[nn.Parameter, torch.Tensor]:
@@ -179,11 +191,8 @@ class KeptTerms(MeasuringPass):
         if not self.instantiate and (small := small_gradient(terms)) is not None:
             group.small[small.grad.device][parameter] = small.flat
             return []
-        measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
         # the sum is formed from these terms, and most norms include its rounding error already
-        inexact = [t for t in terms if t.is_bf16 or isinstance(t, (Routed, Stacked))]
-        rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
-        group.norms.add(measured, position_norms(inexact, self.cache), rounding)
+        self.add_norm(group.norms, terms, [t for t in terms if t.is_bf16 or isinstance(t, (Routed, Stacked))])
         return terms
 
     def _keeps_instance(self, parameter: nn.Parameter, term: Term) -> bool:
@@ -207,7 +216,7 @@ class KeptTerms(MeasuringPass):
             if self._sums is None:
                 return
             if self.instantiate:
-                _set_grad_samples(group.terms, clipped)
+                _set_grad_samples(group.terms)
             self._add_sums(group, clipped, self._sums)
 
     def _add_sums(self, group: _KeptGroup, clipped: Coefficients, sums: GradientSums) -> None:
@@ -219,18 +228,20 @@ class KeptTerms(MeasuringPass):
             sums.add(parameter, [small[parameter]] if parameter in small else parts, may_wait=True)
 
 
-def _set_grad_samples(instances: Mapping[nn.Parameter, list[Term]], clipped: Coefficients) -> None:
+def _set_grad_samples(instances: Mapping[nn.Parameter, list[Term]]) -> None:
     """Set ``p.grad_sample`` to the (B, *p.shape) per-example gradients."""
     for p, terms in instances.items():
+        grad = terms[0].instantiate().grad
         # pyrefly: ignore[missing-attribute]  (an attribute of Opacus, unknown to torch's types)
-        p.grad_sample = terms[0].instantiate().grad.contiguous().view(len(clipped.norms_b), *p.shape)
+        p.grad_sample = grad.contiguous().view(len(grad), *p.shape)
 
 
 def _weighted_sum(
     term: Term, clipped: Coefficients, device: torch.device, cache: LastResultCache | None = None
 ) -> torch.Tensor:
-    term = term if clipped.invalid_b is None else term.zero_examples(clipped.invalid_b.to(device))
-    return term.weighted_sum(clipped.of_sum_b.to(device), cache)
+    coef_b, invalid_b = clipped.of_rows()
+    term = term if invalid_b is None else term.zero_examples(invalid_b.to(device))
+    return term.weighted_sum(coef_b.to(device), cache)
 
 
 class _Recomputed:
@@ -277,9 +288,7 @@ class _CheckedPass(MeasuringPass):
 
     def close(self, parameter: nn.Parameter, terms: list[Term]) -> None:
         if self.counts(parameter):
-            measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
-            rounding = SPLIT if any(t.is_bf16 for t in terms) else FP32
-            self.norms.add(measured, position_norms(terms, self.cache), rounding)
+            self.add_norm(self.norms, terms, terms)
 
     def finish(self) -> torch.Tensor:
         self.close_all()

@@ -25,6 +25,7 @@ from .precision import reduced_products
 from .ragged import is_ragged, packed, unpacked
 from .terms import Term
 from .trainable import TrainableParameters
+from .units import Units
 
 
 class BackwardPass(Protocol):
@@ -66,6 +67,7 @@ class ForwardPass:
         reentrant: True if some module ran without a graph, to be re-run inside backward.
         recomputes: True if activation checkpointing runs modules again inside backward.
         packs: True if saved tensors are discarded or moved, by activation checkpointing or offloading.
+        units: Which rows are clipped together; None: each row by itself.
         backward: The pass in progress.
     """
 
@@ -87,6 +89,7 @@ class ForwardPass:
     reentrant: bool = False
     recomputes: bool = False
     packs: bool = False
+    units: Units | None = None
     backward: BackwardPass | None = None
 
     def go_back(self, backward: BackwardPass) -> None:

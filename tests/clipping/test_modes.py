@@ -112,12 +112,12 @@ def test_norms_and_sums_are_those_of_one_example_at_a_time(kind, mode):
     for function in functions:
         with PerExampleClipper(model, function, mode=mode) as clipper:
 
-            def clipped(losses, weights=None, clipper=clipper):
+            def clipped(losses, weights=None, unit_ids=None, clipper=clipper):
                 model.zero_grad()
-                norms = clipper.backward(losses, weights)
+                norms = clipper.backward(losses, weights, unit_ids=unit_ids)
                 return norms, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
 
-            def expected(those, weights=None, function=function):
+            def expected(those, weights=None, function=function, gradients=gradients):
                 total = [torch.zeros_like(p) for p in parameters]
                 for group in function.groups({name: p.numel() for name, p in model.named_parameters()}):
                     own = [names.index(name) for name in group.names]
@@ -132,6 +132,14 @@ def test_norms_and_sums_are_those_of_one_example_at_a_time(kind, mode):
                 assert distance(found[1], wanted[1]) <= 1e-5 * length(wanted[1])
             found, wanted = clipped(losses(rows()), torch.tensor(weights)), expected(range(5), weights)
             assert distance(found[1], wanted[1]) <= 1e-5 * length(wanted[1])
+            units = [[1], [3], [0, 2, 4]]  # in ascending order of their ids
+            joint = [[sum(parts) for parts in zip(*(gradients[i] for i in unit), strict=True)] for unit in units]
+            found = clipped(losses(rows()), torch.tensor([1.0, 0.5, 1.0]), torch.tensor([7, -2, 7, 3, 7]))
+            wanted = expected(range(3), [1.0, 0.5, 1.0], gradients=joint)
+            torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=0)
+            assert distance(found[1], wanted[1]) <= 1e-5 * length(wanted[1])
+            found = clipped(losses(rows()), None, torch.tensor([5, 1, 4, 2, 3]))  # one row each
+            torch.testing.assert_close(found[0], expected([1, 3, 4, 2, 0])[0], rtol=1e-5, atol=0)
             norms, total = clipped(losses(rows(slice(0, 0))))
             assert norms.shape == (0,) and length(total) == 0
             others, (kept, wanted) = [0, 1, 3, 4], expected([0, 1, 3, 4])

@@ -33,7 +33,7 @@ from typing import Protocol
 import torch
 
 from ..norms import Measured
-from .arithmetic import LastResultCache
+from .arithmetic import LastResultCache, Regrouping
 from .convolution import Convolution, Convolved
 from .dense import Dense, NormOnly, summed
 from .embedding import Rows
@@ -84,6 +84,9 @@ class GradientTerm(Protocol):
 
     def zero_examples(self, invalid_b: torch.Tensor) -> GradientTerm:
         """Return the same term with zeros for the examples in ``invalid_b``, whose numbers are not finite."""
+
+    def regrouped(self, regrouping: Regrouping) -> GradientTerm:
+        """Return the term of units, the sum of the terms of their rows."""
 
 
 Term = Dense | NormOnly | Outer | Stacked | Rows | Routed | Convolved

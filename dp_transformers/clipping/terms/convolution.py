@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ..norms import DirectNorm, Measured
-from .arithmetic import LastResultCache, chunks, is_cheaper_instantiated, joined, zero_rows
+from .arithmetic import LastResultCache, Regrouping, chunks, is_cheaper_instantiated, joined, zero_rows
 from .dense import Dense
 from .gram import gram_of
 
@@ -116,3 +116,6 @@ class Convolved:
 
     def zero_examples(self, invalid_b: torch.Tensor) -> Convolved:
         return Convolved(zero_rows(self.image, invalid_b), zero_rows(self.grad, invalid_b), self.how)
+
+    def regrouped(self, regrouping: Regrouping) -> Convolved:
+        return Convolved(regrouping.joined(self.image), regrouping.joined(self.grad), self.how)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import DirectNorm, Measured
-from .arithmetic import LastResultCache, flat_norm, zero_rows
+from .arithmetic import LastResultCache, Regrouping, flat_norm, zero_rows
 from .gram import lengths_of
 
 # Gradients of one parameter up to this size are concatenated with those of other parameters.
@@ -65,6 +65,11 @@ class Dense:
     def zero_examples(self, invalid_b: torch.Tensor) -> Dense:
         return Dense(zero_rows(self.grad, invalid_b))
 
+    def regrouped(self, regrouping: Regrouping) -> Dense:
+        grad = regrouping.apart(self.grad)
+        parts = tuple((regrouping.apart(x), (1, *(dim + 1 for dim in dims))) for x, dims in self.parts)
+        return Dense(grad.sum(1, dtype=torch.float32), parts or ((grad, (1,)),))
+
 
 @dataclass
 class NormOnly:
@@ -91,6 +96,9 @@ class NormOnly:
 
     def zero_examples(self, invalid_b: torch.Tensor) -> NormOnly:
         return NormOnly(zero_rows(self.norm_b, invalid_b))
+
+    def regrouped(self, regrouping: Regrouping) -> Dense:
+        return self.instantiate()
 
 
 def summed(x: torch.Tensor, dims: Sequence[int]) -> Dense:

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import torch
 
 from ..norms import Measured
-from .arithmetic import LastResultCache, chunks, flat_norm, joined, norms_over, sum_rows, summed_anew, zero_rows
+from .arithmetic import (
+    LastResultCache,
+    Regrouping,
+    chunks,
+    flat_norm,
+    joined,
+    norms_over,
+    sum_rows,
+    summed_anew,
+    zero_rows,
+)
 from .dense import Dense
 from .gram import lengths_of
 
@@ -67,3 +77,6 @@ class Rows:
 
     def zero_examples(self, invalid_b: torch.Tensor) -> Rows:
         return Rows(self.ids, zero_rows(self.grad, invalid_b), self.num_rows)
+
+    def regrouped(self, regrouping: Regrouping) -> Rows:
+        return Rows(regrouping.joined(self.ids), regrouping.joined(self.grad), self.num_rows)

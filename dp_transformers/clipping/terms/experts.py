@@ -9,7 +9,7 @@ import torch
 
 from ..norms import DirectNorm, Measured
 from ..precision import factor, is_bf16, product, split
-from .arithmetic import LastResultCache, chunks, is_smaller_instantiated, sum_of, zero_rows
+from .arithmetic import LastResultCache, Regrouping, chunks, is_smaller_instantiated, sum_of, zero_rows
 from .dense import Dense
 from .gram import lengths_of
 from .outer import Outer
@@ -87,6 +87,9 @@ class Routed:
 
     def zero_examples(self, invalid_b: torch.Tensor) -> Routed:
         return replace(self, left=zero_rows(self.left, invalid_b), right=zero_rows(self.right, invalid_b))
+
+    def regrouped(self, regrouping: Regrouping) -> Routed:
+        return replace(self, **{name: regrouping.joined(getattr(self, name)) for name in ("ids", "left", "right")})
 
 
 def _sum_by_id(

@@ -15,6 +15,7 @@ from ..precision import factor, is_bf16, product, split
 from . import arithmetic
 from .arithmetic import (
     LastResultCache,
+    Regrouping,
     chunks,
     flat_norm,
     is_cheaper_instantiated,
@@ -108,6 +109,9 @@ class Outer:
     def zero_examples(self, invalid_b: torch.Tensor) -> Outer:
         return Outer(zero_rows(self.left, invalid_b), zero_rows(self.right, invalid_b))
 
+    def regrouped(self, regrouping: Regrouping) -> Outer:
+        return Outer(regrouping.joined(self.left), regrouping.joined(self.right))
+
 
 @dataclass
 class Stacked:
@@ -139,6 +143,9 @@ class Stacked:
 
     def zero_examples(self, invalid_b: torch.Tensor) -> Stacked:
         return Stacked([block.zero_examples(invalid_b) for block in self.blocks])
+
+    def regrouped(self, regrouping: Regrouping) -> Stacked:
+        return Stacked([block.regrouped(regrouping) for block in self.blocks])
 
 
 def sum_in_blocks(terms: Sequence[Outer | Stacked]) -> Outer | Stacked:
