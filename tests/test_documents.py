@@ -1,10 +1,13 @@
 """Rows made of documents: none holds pieces of two, and of one there are no more than a bound."""
 
 import random
+import re
+from collections import Counter
 from itertools import chain
 from uuid import UUID
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
@@ -13,6 +16,7 @@ from local_scripts import tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator
 
 from dp_transformers import DPTrainer, DPTrainingArguments, first_rows_of_each, keep_documents_apart, padded_blocks
+from dp_transformers.data.documents import owners_of_rows
 
 pytestmark = pytest.mark.halved
 
@@ -107,11 +111,78 @@ def test_rows_of_a_person_are_bounded(seed):
 
 
 @pytest.mark.parametrize(
-    "form", [list, torch.tensor, np.array, pa.array, lambda ids: [[i, "a"] for i in ids], lambda ids: [UUID(int=i) for i in ids]],
+    "form", [list, torch.tensor, np.array, pa.array, lambda ids: [[i] for i in ids], lambda ids: [UUID(int=i) for i in ids]],
 )  # fmt: skip
 def test_owners_are_compared_by_what_they_hold(form):
     """Each tensor was an owner of its own, so that every row was kept."""
     assert first_rows_of_each(form([1, 1, 2, 1, 2]), 1) == [0, 2]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_of_several_owners_is_bounded(seed):
+    """With one owner for each row this is the bound of that owner; and a row that is left out could not be kept."""
+    choose = random.Random(seed)
+    rows = [choose.sample("abcdefg", choose.randint(1, 3)) for _ in range(60)]
+    kept = first_rows_of_each(rows, 4)
+    counts = Counter(chain(*(rows[i] for i in kept)))
+    assert max(counts.values()) == 4
+    for i in set(range(60)) - set(kept):
+        before = Counter(chain(*(rows[j] for j in kept if j < i)))
+        assert any(before[owner] == 4 for owner in rows[i])
+    assert first_rows_of_each([*map(set, rows)], 4) == kept == first_rows_of_each([*map(tuple, rows)], 4)
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (["a", None], "row 1 has the owner None"),
+        (["a", ""], "row 1 has the owner ''"),
+        ([1.0, float("nan")], "row 1 has the owner nan"),
+        ([pd.NA, 1], "row 0 has the owner <NA>"),
+        (["a", []], "row 1 has the owner None"),
+        (["a", ["b", None]], "row 1 has the owner None"),
+        ([object(), object()], "does not equal the owner of its other rows"),
+        ([{"id": 3}], "does not equal the owner of its other rows"),
+        ([7, "7"], "row 0 has an owner of type int, and row 1 one of type str"),
+        ([7, 8, 7.0], "row 0 has an owner of type int, and row 2 one of type float"),
+        ([True, 1], "bool, and row 1 one of type int"),
+        ([["a", "b"], [1]], "row 0 has an owner of type str, and row 1 one of type int"),
+    ],
+)
+def test_a_person_has_one_name(column, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        owners_of_rows(column)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        first_rows_of_each(column, 1)
+
+
+def test_an_owner_of_most_rows_is_warned_of(caplog):
+    assert owners_of_rows(["a", ["b", "a"], ("b",), "c"]) == ["a", frozenset("ab"), "b", "c"]
+    assert not caplog.messages
+    owners_of_rows(np.array([0, 3, 0, 4, 0]))
+    assert "One owner has 3 of 5 rows" in caplog.text
+
+
+def test_rows_keep_the_columns_of_their_document():
+    """Its owner, which ``prepare`` would drop or change, and its index, with which a document is the unit."""
+    given = documents() | {"author": [f"a{i % 7}" for i in range(40)]}
+    free = {"input_ids": given["input_ids"], "attention_mask": given["attention_mask"]}
+
+    def changes_the_author(batch):
+        rows = padded_blocks(8)({name: batch[name] for name in free})
+        return rows | {"author": ["somebody"] * len(rows["input_ids"])}
+
+    for max_rows in (None, 2):
+        prepare = keep_documents_apart(changes_the_author, max_rows, keep=["author"])
+        data = Dataset.from_dict(given).map(
+            prepare, batched=True, batch_size=7, with_indices=True, remove_columns=list(given)
+        )
+        plain = Dataset.from_dict(free).map(keep_documents_apart(padded_blocks(8), max_rows or 100), batched=True)
+        assert data["input_ids"][:] == plain["input_ids"][:]
+        assert [{i} for i in data["document"]] == owners(data)
+        assert data["author"][:] == [f"a{i % 7}" for i in data["document"]]
+    with pytest.raises(KeyError, match="patient"):
+        keep_documents_apart(padded_blocks(8), keep=["patient"])(free)
 
 
 def test_padded_blocks_train(tmp_path):

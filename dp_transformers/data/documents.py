@@ -1,21 +1,36 @@
-"""Cuts documents into rows: each row is of one document, and a document has no more rows than a bound."""
+"""Cuts documents into rows, each of one document; and says who owns each row, and which rows of an owner are kept."""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 Columns = Mapping[str, Sequence[Any]]
 
 
-def keep_documents_apart(prepare: Callable[[Columns], Columns], max_rows: int = 1) -> Callable[[Columns], dict]:
-    """Return a function for ``datasets.map(batched=True)`` that calls ``prepare`` with one document at a time, and
-    keeps the first ``max_rows`` rows that it makes of each.
+def keep_documents_apart(
+    prepare: Callable[[Columns], Columns], max_rows: int | None = 1, *, keep: Sequence[str] = ()
+) -> Callable[..., dict]:
+    """Return a function for ``datasets.map(batched=True)`` that calls ``prepare`` with one document at a time, keeps
+    the first ``max_rows`` rows that it makes of each, and says on each row whose it is.
 
     A function that maps a batch of documents may make rows which hold pieces of several, or many rows of one. With
-    this one around it, no row holds pieces of two documents, and of one document there are ``max_rows`` rows at most:
-    that is the number for ``max_examples_per_person``, if a person has one document.
+    this one around it, no row holds pieces of two documents. Either a document is the privacy unit, or its owner is
+    (``privacy_unit_column``), which bounds all of its rows together; or of one document there are ``max_rows`` rows at
+    most: that is the number for ``max_examples_per_person``, if a person has one document.
+
+    Args:
+        prepare: Makes columns of rows of columns of documents, as functions for ``map(batched=True)`` do.
+        max_rows: Rows that are kept of a document; None for all.
+        keep: Columns that each row takes over from its document, such as its owner, whatever ``prepare`` returns. With
+            ``map(with_indices=True)`` each row also gets the index of its document, in the column "document".
+
+    Raises:
+        KeyError: the documents have no column of ``keep``.
 
     Example::
 
@@ -23,18 +38,24 @@ def keep_documents_apart(prepare: Callable[[Columns], Columns], max_rows: int = 
         >>> def pairs(batch):
         ...     words = [word for text in batch["text"] for word in text.split()]
         ...     return {"row": [" ".join(words[i : i + 2]) for i in range(0, len(words), 2)]}
-        >>> batch = {"text": ["a b c", "d e f g h"]}
+        >>> batch = {"text": ["a b c", "d e f g h"], "author": ["ann", "bob"]}
         >>> pairs(batch)["row"]  # one row holds pieces of both texts
         ['a b', 'c d', 'e f', 'g h']
         >>> keep_documents_apart(pairs, max_rows=2)(batch)["row"]
         ['a b', 'c', 'd e', 'f g']
+        >>> keep_documents_apart(pairs, max_rows=None, keep=["author"])(batch)
+        {'row': ['a b', 'c', 'd e', 'f g', 'h'], 'author': ['ann', 'ann', 'bob', 'bob', 'bob']}
     """
-    _require_positive("max_rows", max_rows)
+    if max_rows is not None:
+        _require_positive("max_rows", max_rows)
 
-    def prepare_each(documents: Columns) -> dict[str, list]:
+    def prepare_each(documents: Columns, indices: Sequence[int] | None = None) -> dict[str, list]:
         made: dict[str, list] = {}
+        of_document = {name: documents[name] for name in keep} | ({} if indices is None else {"document": indices})
         for i in range(len(next(iter(documents.values()), ()))):
-            rows = prepare({name: [values[i]] for name, values in documents.items()})
+            rows = {**prepare({name: [values[i]] for name, values in documents.items()})}
+            number = len(next(iter(rows.values()), ()))
+            rows |= {name: [values[i]] * number for name, values in of_document.items()}
             for name, values in rows.items():
                 made.setdefault(name, []).extend(values[:max_rows])
         return made
@@ -79,42 +100,92 @@ def first_rows_of_each(owners: Iterable[Any], max_rows: int) -> list[int]:
     Which rows of a person are kept depends on that person's rows alone, so ``max_examples_per_person=max_rows`` is
     true of the rows that are left. Choose the number without looking at these data.
 
+    A row with several owners is kept if each of them has fewer than ``max_rows`` kept rows (the greedy bound of
+    arXiv:2503.03622). Then a person also has a say in which rows of others are kept, so that ε holds where it is
+    public which rows belong to whom: what a person's rows hold is hidden, not whose they are.
+
     Args:
-        owners: The owner of each row, by a name or a number; a tensor or an array counts as what it holds.
+        owners: As in :func:`owners_of_rows`.
 
     Raises:
-        ValueError: an owner is missing (None, nan), or does not equal the owner of its other rows.
+        ValueError: as :func:`owners_of_rows`.
 
     Example::
 
         >>> from dp_transformers import first_rows_of_each
         >>> first_rows_of_each(["ann", "bob", "ann", "ann", "bob"], max_rows=2)
         [0, 1, 2, 4]
+        >>> first_rows_of_each([["ann", "bob"], ["bob", "cat"], ["cat"]], max_rows=1)  # bob's one row is the first
+        [0, 2]
     """
     _require_positive("max_rows", max_rows)
-    seen: Counter = Counter()
+    kept_of: Counter = Counter()
     kept = []
-    for i, owner in enumerate(owners):
-        owner = _plain(owner, i)
-        seen[owner] += 1
-        if seen[owner] <= max_rows:
+    for i, owner in enumerate(owners_of_rows(owners)):
+        if all(kept_of[each] < max_rows for each in _each(owner)):
+            kept_of.update(_each(owner))
             kept.append(i)
     return kept
 
 
+def owners_of_rows(column: Iterable[Any]) -> list[Any]:
+    """Return the owner of each row as a value that equals the owner of each of its other rows, with the same hash;
+    of a row with several owners, a frozenset of them.
+
+    An owner that has more than half of all rows is warned of: often it is a default value.
+
+    Args:
+        column: The owner of each row, by a name or a number; a tensor or an array counts as what it holds. A list,
+            tuple or set holds several owners of one row; an owner that is known by two columns is one string.
+
+    Raises:
+        ValueError: an owner is missing (None, nan, an empty text or list), has no equal but itself, or is of another
+            type than the rest, as 7 and "7" are.
+    """
+    owners = [_plain(owner, row) for row, owner in enumerate(column)]
+    first_of: dict[type, int] = {}
+    for row, of_row in enumerate(owners):
+        for owner in _each(of_row):
+            first_of.setdefault(type(owner), row)
+    if len(first_of) > 1:
+        (one, i), (other, j), *_ = first_of.items()
+        raise ValueError(
+            f"row {i} has an owner of type {one.__name__}, and row {j} one of type {other.__name__}: a person who is "
+            "once 7 and once '7' or 7.0 would count as two, each with a bound of its own. Turn all owners into one "
+            "type, so that each person has one name."
+        )
+    rows_of = Counter(owner for of_row in owners for owner in _each(of_row))
+    if (most := max(rows_of.values(), default=0)) > len(owners) / 2:
+        logger.warning(
+            "One owner has %d of %d rows. If it is a default value (0, 'unknown'), give these rows their owners, or "
+            "leave them out; if it is one person, little will be learned, since much of the data is bounded as one.",
+            most,
+            len(owners),
+        )
+    return owners
+
+
 def _plain(owner: Any, row: int) -> Any:
-    """Return the owner as a value that equals the owner of each of its other rows, with the same hash."""
+    """Return the owner as a value that equals the owner of each of its other rows; several as a frozenset of them."""
     for to_plain in ("tolist", "as_py"):  # a tensor is equal to itself alone
         owner = getattr(owner, to_plain)() if hasattr(owner, to_plain) else owner
-    if isinstance(owner, (list, tuple)):
-        return tuple(_plain(part, row) for part in owner)
-    is_missing = owner is None or type(owner).__name__ in ("NAType", "NaTType") or owner != owner
+    if isinstance(owner, (list, tuple, set, frozenset)):
+        several = frozenset(each for part in owner for each in _each(_plain(part, row)))
+        if several:
+            return several if len(several) > 1 else next(iter(several))
+        owner = None
+    is_missing = type(owner).__name__ in ("NAType", "NaTType") or owner in (None, "", b"") or owner != owner
     if is_missing or type(owner).__hash__ in (None, object.__hash__):
         raise ValueError(
-            f"row {row} has the owner {owner}, which is none, or does not equal the owner of its other rows. Give "
+            f"row {row} has the owner {owner!r}, which is none, or does not equal the owner of its other rows. Give "
             "each owner a name or a number, and leave out rows without one (or give each a name of its own)."
         )
     return owner
+
+
+def _each(owner: Any) -> Collection[Any]:
+    """Return all owners of a row."""
+    return owner if isinstance(owner, frozenset) else (owner,)
 
 
 def _require_positive(name: str, value: int) -> None:
