@@ -9,6 +9,9 @@ __version__ = "0.1.0"
 
 # Public names, by the module that holds them.
 _ROOMS = {
+    "auditing.estimators": "clopper_pearson_epsilon_lower_bound clopper_pearson_gdp_lower_bound largest_one_run_bound "
+    "one_run_epsilon_lower_bound one_run_fdp_epsilon_lower_bound one_run_gdp_lower_bound",
+    "auditing.membership": "membership_report",
     "checks.validation": "ModuleValidator register_module_fixer register_module_validator",
     "clipping": "PerExampleClipper check_model check_per_sample_gradients_are_correct register_grad_sampler "
     "register_norm_sampler",
@@ -72,10 +75,17 @@ __all__ = [
     "calibrate_noise_multiplier",
     "check_model",
     "check_per_sample_gradients_are_correct",
+    "clopper_pearson_epsilon_lower_bound",
+    "clopper_pearson_gdp_lower_bound",
     "compute_epsilon",
     "find_example_losses",
     "first_rows_of_each",
     "keep_documents_apart",
+    "largest_one_run_bound",
+    "membership_report",
+    "one_run_epsilon_lower_bound",
+    "one_run_fdp_epsilon_lower_bound",
+    "one_run_gdp_lower_bound",
     "padded_blocks",
     "plan",
     "register_accountant",
@@ -106,6 +116,15 @@ _OF_OPACUS = {
 }
 
 if TYPE_CHECKING:
+    from .auditing.estimators import (
+        clopper_pearson_epsilon_lower_bound,
+        clopper_pearson_gdp_lower_bound,
+        largest_one_run_bound,
+        one_run_epsilon_lower_bound,
+        one_run_fdp_epsilon_lower_bound,
+        one_run_gdp_lower_bound,
+    )
+    from .auditing.membership import membership_report
     from .checks.validation import ModuleValidator, register_module_fixer, register_module_validator
     from .clipping import (
         PerExampleClipper,

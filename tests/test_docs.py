@@ -203,6 +203,7 @@ PREPARED = {
     "README.md": [of_the_trainer, of_a_loop],
     "docs/quick-start.md": [of_the_trainer, dict, of_a_loop],
     "docs/before-you-train.md": [dict, dict],
+    "docs/auditing.md": [dict],
     "docs/everyday.md": [
         lambda: {**of_a_loop(), "itertools": itertools, "PrivacyEngine": dp_transformers.PrivacyEngine},
         of_a_loop,

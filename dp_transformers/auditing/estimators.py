@@ -90,12 +90,29 @@ def clopper_pearson_epsilon_lower_bound(
     Raises:
         ValueError: counts are negative or larger than the numbers of trials, or δ or the confidence is not in [0, 1).
     """
+    detected, alarms = _rates(true_positives, num_in, false_positives, num_out, delta, confidence)
+    return max(0.0, math.log((detected - delta) / alarms)) if detected > delta else 0.0
+
+
+def clopper_pearson_gdp_lower_bound(
+    true_positives: int, num_in: int, false_positives: int, num_out: int, confidence: float = 0.95
+) -> float:
+    """Return the largest μ such that μ-GDP is refuted by the rates of an attack over independent trials. Arguments as
+    in :func:`clopper_pearson_epsilon_lower_bound`. One Gaussian mechanism with noise multiplier σ is 1/σ-GDP."""
+    detected, alarms = _rates(true_positives, num_in, false_positives, num_out, 0.0, confidence)
+    return max(0.0, float(ndtri(detected) - ndtri(alarms)))
+
+
+def _rates(
+    true_positives: int, num_in: int, false_positives: int, num_out: int, delta: float, confidence: float
+) -> tuple[float, float]:
+    """Return a lower bound on the rate of detection and an upper one on that of false alarms, which hold together."""
     _check(num_in, num_in, true_positives, delta, confidence)
     _check(num_out, num_out, false_positives, delta, confidence)
     alpha = (1 - confidence) / 2
     detected = beta.ppf(alpha, true_positives, num_in - true_positives + 1) if true_positives else 0.0
     alarms = beta.ppf(1 - alpha, false_positives + 1, num_out - false_positives) if false_positives < num_out else 1.0
-    return max(0.0, math.log((detected - delta) / alarms)) if detected > delta else 0.0
+    return float(detected), float(alarms)
 
 
 def largest_one_run_bound(num_canaries: int, num_guesses: int, delta: float, confidence: float = 0.95) -> float:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .audit import audit
 from .budget import budget
 from .check import check
 from .report import report
@@ -58,6 +59,10 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
 )(train)
 app.command(context_settings=either_spelling)(report)
+# the flags after the script are the script's
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)(audit)
 
 
 def main(arguments: list[str] | None = None) -> None:

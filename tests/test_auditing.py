@@ -1,0 +1,159 @@
+"""Audits: honest steps pass, planted faults are found, and scores are compared with what a mechanism allows."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dp_transformers import (
+    DPTrainer,
+    DPTrainingArguments,
+    FlatClipping,
+    IndependentNoise,
+    Mechanism,
+    PerGroupClipping,
+    PoissonSampling,
+    clopper_pearson_gdp_lower_bound,
+    membership_report,
+)
+from dp_transformers.auditing.planted import FAULTS, _noise
+from dp_transformers.cli.audit import audit_trainer
+from dp_transformers.cli.main import main
+
+ROWS = [{"x": torch.randn(4, generator=torch.Generator().manual_seed(i)), "labels": i % 2} for i in range(200)]
+FOUND = {  # by faults: what must be said of them
+    "noise halved": "less noise than claimed",
+    "noise reused in every step": "comes again in another",
+    "a rank without noise": "less noise than claimed",
+    "noise from a known seed": "can be drawn again",
+    "clipping off": "mu of a step is at least",
+    "clipped at 2C, noise for C": "moves the sum by 2 times",
+    "an unclipped parameter": "moves the sum by",
+    "a row twice in a draw": "moves the sum by 2 times",
+    "fixed batches": "draws are not independent",
+}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.classifier = nn.Linear(4, 30), nn.Linear(30, 2)
+
+    def forward(self, x, labels=None):
+        return {"logits": self.classifier(self.hidden(x).tanh())}
+
+
+def losses(outputs, labels):
+    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_secrets(monkeypatch):
+    """Trials are the same in every run of the tests; two set-ups of a step still have different secrets."""
+    monkeypatch.setattr("secrets.randbits", random.Random(0).getrandbits)
+
+
+def make_trainer(tmp_path, **options):
+    torch.manual_seed(0)
+    defaults = dict(
+        noise_multiplier=1.0, max_grad_norm=0.1, target_delta=1e-3, expected_batch_size=20, max_steps=10,
+        per_device_train_batch_size=16, use_cpu=True, disable_tqdm=True, report_to=[],
+    )  # fmt: skip
+    args = DPTrainingArguments(str(tmp_path / "out"), **{**defaults, **options})
+    return DPTrainer(Net(), args, train_dataset=ROWS, per_example_loss_func=losses)
+
+
+def audited(trainer, plant=None, trials=40):
+    return audit_trainer(trainer, plant, delta=1e-3, trials=trials, seed=0)
+
+
+def test_an_honest_step_passes_and_every_planted_fault_is_found(tmp_path):
+    assert FOUND.keys() == FAULTS.keys()
+    trainer = make_trainer(tmp_path)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    honest = audited(trainer)
+    assert honest.faults == [] and honest.mu <= honest.claimed_mu == 1.0 and honest.epsilon <= honest.claimed_epsilon
+    assert honest.canary_norm == pytest.approx(1, abs=1e-3) and honest.moved == pytest.approx(1, abs=1e-3)
+    for name, plant in FAULTS.items():
+        assert FOUND[name] in "; ".join(audited(trainer, plant).faults), name
+    assert audited(trainer).faults == []  # nothing planted is left behind
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+    assert not (tmp_path / "out" / "privacy_ledger.jsonl").exists()
+
+
+def test_scores_alone_show_a_step_with_an_eighth_of_its_noise(tmp_path):
+    def eighth(one):
+        _noise(one, lambda source, tensors, std: source.add_(tensors, std / 8))
+
+    found = audited(make_trainer(tmp_path), eighth, trials=100)
+    assert found.mu > 1.5 * found.claimed_mu and found.epsilon > found.claimed_epsilon
+    assert found.mu == clopper_pearson_gdp_lower_bound(found.detected, 50, found.alarms, 50, 0.99) <= found.largest_mu
+
+
+def test_groups_are_weighed_by_their_noise(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    groups = PerGroupClipping((("classifier", FlatClipping(0.01)), ("", FlatClipping(0.1))))
+    run = trainer._private.run
+    changed = Mechanism(sampling=run.mechanism.sampling, clipping=groups, noise=IndependentNoise(2.0), steps=10)
+    monkeypatch.setattr(type(run), "mechanism", changed)
+    honest = audited(trainer)
+    assert honest.faults == [] and honest.canary_norm == pytest.approx(1, abs=1e-3)
+    halved = audited(trainer, FAULTS["noise halved"])
+    assert "less noise" in halved.faults[0]
+
+
+def test_without_noise_nothing_is_claimed_and_everything_is_seen(tmp_path):
+    found = audited(make_trainer(tmp_path, noise_multiplier=0.0))
+    assert found.faults == [] and found.mu == found.largest_mu and found.claimed_epsilon == float("inf")
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_auditing import make_trainer
+from pathlib import Path
+try:
+    make_trainer(Path({folder!r}), expected_batch_size=int(sys.argv[1])).train()
+except Exception:
+    pass
+raise SystemExit("it went on")
+"""
+
+
+def test_the_command_takes_a_script_to_its_training(tmp_path, capsys, monkeypatch):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(tests=__file__.rpartition("/")[0], folder=str(tmp_path)))
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", "--trials", "20", "--json", "--no-faults", str(script), "25"])
+    found = json.loads(capsys.readouterr().out)
+    assert not stopped.value.code and found["faults"] == [] and found["trials"] == 20
+    assert found["claimed"]["mu"] == 1.0 and found["lower_bound"]["mu"] < 1
+
+    monkeypatch.setattr("secrets.randbits", lambda bits: 1)  # as if the secrets were known
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", "--trials", "20", "--no-faults", str(script), "25"])
+    assert stopped.value.code == 1 and "EVIDENCE AGAINST" in capsys.readouterr().out
+    script.write_text("print(1)")
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", str(script)])
+    assert stopped.value.code == 2 and "without a call of train()" in capsys.readouterr().err
+
+
+def test_scores_are_compared_with_what_the_mechanism_allows():
+    rng = np.random.default_rng(0)
+    members, others = rng.normal(1, 1, 4000), rng.normal(0, 1, 4000)
+    # with all rows in its one step it is one Gaussian mechanism, which the scores attack as well as possible
+    whole = Mechanism(
+        sampling=PoissonSampling(50, 50), clipping=FlatClipping(1.0), noise=IndependentNoise(1.0), steps=1
+    )
+    report = membership_report(members, others, whole, twin=([3.0, 2.0], [1.0]))
+    assert report["model"]["auc"] == pytest.approx(0.760, abs=0.01)  # Phi(1 / sqrt(2))
+    assert report["model"]["tpr at 0.01 fpr"] == pytest.approx(0.0924, abs=0.01)  # Phi(1 - 2.326)
+    assert report["ceiling"]["tpr at 0.01 fpr"] == pytest.approx(0.0924, abs=0.004)
+    assert report["model"]["auc"] < report["ceiling"]["auc"] < 0.78
+    assert report["twin"]["auc"] == 1 and np.isnan(report["twin"]["tpr at 0.01 fpr"])
+    with pytest.raises(ValueError, match="finite"):
+        membership_report(members, [np.nan])
