@@ -181,9 +181,7 @@ def build_model(path: str, args: ModelArguments):
         split = {"distributed_config": DistributedConfig(tp_size=args.tp_size, fsdp_size=args.fsdp_size)}
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32, **split)
     return (
-        model
-        if args.full
-        else fine_tuning.add_lora(model, args, TaskType.CAUSAL_LM, last_layers=args.lora_layers or None)
+        model if args.full else fine_tuning.add_lora(model, args, TaskType.CAUSAL_LM, depth=args.lora_layers or None)
     )
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import assets
 import torch
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from datasets.exceptions import DatasetsError
 from flags import RecipeParser
+from huggingface_hub import HfApi
 from outcome import REPORT_NAME, TWIN, TWIN_HELP, Outcome, print_table
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
@@ -29,7 +30,7 @@ from dp_transformers import DPTrainer, DPTrainingArguments
 from dp_transformers.reports.words import up
 
 TEXTS = ("text_column", "prompt_column", "summary_column", "question_column", "context_column")
-READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".txt": "text"}
+READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 
 
 @dataclass
@@ -39,11 +40,13 @@ class DataArguments:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Hub id or folder of a model; default: a small public one, fetched with pip."}
     )
-    dataset_name: str | None = field(default=None, metadata={"help": "Hub id of a dataset, or the folder of one."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Hub id of a dataset, or its folder or file."})
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
     train_file: str | None = field(
         default=None,
-        metadata={"help": "A .csv, .json or .jsonl file with one example per row, or .txt with one per line."},
+        metadata={
+            "help": "A .csv, .json, .jsonl or .parquet file, an example in each row, or .txt, one in each line."
+        },
     )
     validation_file: str | None = field(
         default=None,
@@ -128,9 +131,12 @@ ALSO_TRAINING = [
 ]
 
 
-def parse_arguments(description: str, data: type, model: type, training: type) -> tuple:
-    """Arguments from the command line and its ``--config``; logging and seeds are set accordingly."""
-    model_flags = ["model_name_or_path", *(field.name for field in fields(model))]
+def parse_arguments(
+    description: str, data: type, model: type, training: type, example: Path | None = None, mine: tuple[str, ...] = ()
+) -> tuple:
+    """Arguments from the command line and its ``--config``, or from the file ``example`` if none of the flags ``mine``
+    is given; logging and seeds are set accordingly."""
+    model_flags = list(dict.fromkeys(["model_name_or_path", *(field.name for field in fields(model))]))
     own = [name for cls in reversed(training.__mro__) if issubclass(cls, Arguments) for name in cls.__annotations__]
     groups = {
         "Privacy": PRIVACY,
@@ -138,8 +144,10 @@ def parse_arguments(description: str, data: type, model: type, training: type) -
         "Data": [field.name for field in fields(data) if field.name not in model_flags],
         "Training": [name for name in dict.fromkeys([*own, *ALSO_TRAINING]) if name not in PRIVACY],
     }
-    parsed = RecipeParser((data, model, training), groups, description).parse()
+    parsed = RecipeParser((data, model, training), groups, description).parse(example=example, mine=mine)
     args = parsed[-1]
+    # Trainer would upload all of output_dir, also the twin in it
+    args.upload, args.push_to_hub = args.push_to_hub and not args.twin, False
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("dp_transformers").setLevel(logging.WARNING if args.process_index == 0 else logging.ERROR)
     # TRL's own functions cannot be hashed, so that datasets does not keep what they made
@@ -170,11 +178,7 @@ def read_examples(
             {"train": args.train_file} | ({"test": args.validation_file} if args.validation_file else {})
         )
     elif args.dataset_name:
-        data = load_dataset(args.dataset_name, args.dataset_config_name)
-        if "train" not in data:
-            raise ValueError(f"dataset '{args.dataset_name}' has no split 'train', only {list(data)}.")
-        held_out = next((name for name in ("validation", "test", "validation_matched") if name in data), None)
-        data = DatasetDict({"train": data["train"]} | ({"test": data[held_out]} if held_out else {}))
+        data = choose_splits(load_rows(args.dataset_name, args.dataset_config_name), "train", "validation")
     else:
         data = DatasetDict({"train": Dataset.from_list(default())})
     for split, rows in data.items():
@@ -192,6 +196,38 @@ def read_examples(
                 raise ValueError(
                     f"column '{column}' of the data ('{split}') holds no text: its type is {rows.features[column]}."
                 )
+    return hold_out(data, args, seed)
+
+
+def load_rows(name: str, config: str | None = None) -> DatasetDict:
+    """Return the splits of a data set: a file, a folder of files or of save_to_disk, or a name on the Hub."""
+    folder = Path(name)
+    if folder.suffix in READERS or folder.is_file():
+        return _read_files({"train": name})
+    if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
+        saved = load_from_disk(name)
+        return saved if isinstance(saved, DatasetDict) else DatasetDict({"train": saved})
+    try:
+        return load_dataset(name, config)
+    except DatasetsError as error:
+        raise ValueError(f"cannot read '{name}': {error.__cause__ or error}") from error
+
+
+def choose_splits(data: DatasetDict, train: str, test: str) -> DatasetDict:
+    """Return the splits "train" and, if there are held-out rows, "test"."""
+    if train not in data:
+        raise ValueError(f"the data have no split '{train}', only {list(data)}.")
+    others = [test, "validation", "test", "validation_matched"]
+    held_out = next((name for name in others if name in data and name != train), None)
+    chosen = DatasetDict({"train": data[train]} | ({"test": data[held_out]} if held_out else {}))
+    for split, rows in chosen.items():
+        if len(rows) == 0:
+            raise ValueError(f"the data ('{split}') has no rows.")
+    return chosen
+
+
+def hold_out(data: DatasetDict, args: DataArguments, seed: int) -> DatasetDict:
+    """Return the data with a split "test", and with the numbers of rows that the flags say."""
     most = args.max_eval_samples
     if "test" not in data:
         fifth = 0.2 if most is None or len(data["train"]) < 5 * most else most
@@ -241,12 +277,17 @@ def check_columns(data: DatasetDict, *layouts: tuple[str, ...]) -> None:
 
 def check_length(max_length: int | None, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ValueError if texts of so many tokens are longer than the model reads; None: nothing is truncated."""
-    config = AutoConfig.from_pretrained(tokenizer.name_or_path)
-    most = min(getattr(config, "max_position_embeddings", math.inf), tokenizer.model_max_length)
+    most = longest(tokenizer)
     if max_length is not None and max_length > most:
         raise ValueError(
             f"--max_length {max_length} exceeds the {most} tokens that the model reads: give --max_length {most}."
         )
+
+
+def longest(tokenizer: PreTrainedTokenizerBase) -> int | float:
+    """Return how many tokens the model of this tokenizer reads."""
+    config = AutoConfig.from_pretrained(tokenizer.name_or_path).get_text_config()
+    return min(getattr(config, "max_position_embeddings", math.inf), tokenizer.model_max_length)
 
 
 def check_batch(args: Arguments, num_examples: int) -> None:
@@ -276,25 +317,16 @@ def set_dropout(config: PretrainedConfig, dropout: float) -> PretrainedConfig:
     return config
 
 
-def add_lora(
-    model: PreTrainedModel, args: ModelArguments, task_type: TaskType, last_layers: int | None = None
-) -> PeftModel:
-    """``model`` with adapters, in all layers or in the last few only."""
+def add_lora(model: PreTrainedModel, args: ModelArguments, task_type: TaskType, depth: int | None = None) -> PeftModel:
+    """``model`` with adapters, in all layers or in the last ``depth`` only."""
     targets = {"auto": None, "all-linear": "all-linear"}.get(
         args.lora_target_modules, args.lora_target_modules.split(",")
     )
     layers = None
-    if last_layers is not None:
-        depth = model.config.num_hidden_layers
-        layers = list(range(max(0, depth - last_layers), depth))
-        if targets == "all-linear":  # peft chooses layers only by names; the head lies outside base_model
-            targets = sorted(
-                {
-                    name.rsplit(".", 1)[-1]
-                    for name, m in model.base_model.named_modules()
-                    if isinstance(m, (nn.Linear, Conv1D))
-                }
-            )
+    if depth is not None:
+        layers = last_layers(model, depth)
+        if targets == "all-linear":
+            targets = names_of_linears(model)
     config = LoraConfig(
         task_type=task_type,
         r=args.lora_r,
@@ -302,9 +334,26 @@ def add_lora(
         lora_dropout=0.0,
         target_modules=targets,
         layers_to_transform=layers,
-        fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),
+        fan_in_fan_out=has_conv1d(model),
     )
     return get_peft_model(model, config)
+
+
+def last_layers(model: PreTrainedModel, number: int) -> list[int]:
+    """Return the places of the last layers."""
+    depth = model.config.get_text_config().num_hidden_layers
+    return list(range(max(0, depth - number), depth))
+
+
+def names_of_linears(model: PreTrainedModel) -> list[str]:
+    """Return what "all-linear" stands for: peft chooses layers only by names; the head lies outside base_model."""
+    linears = [name for name, m in model.base_model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
+    return sorted({name.rsplit(".", 1)[-1] for name in linears})
+
+
+def has_conv1d(model: nn.Module) -> bool:
+    """Return whether weights lie transposed, as in GPT-2."""
+    return any(isinstance(m, Conv1D) for m in model.modules())
 
 
 def lora_movement(model: nn.Module) -> float | None:
@@ -359,7 +408,21 @@ def report(trainer: DPTrainer, outcome: Outcome, also: dict | None = None) -> di
     if full["private"]:
         table["to hand over"] = f"dp-transformers report {args.output_dir}"
     print_table(table)
+    if getattr(args, "upload", False):
+        upload(trainer)
     return full
+
+
+def upload(trainer: DPTrainer) -> None:
+    """Upload the model with its card, ledger and certificate: not the twin, the checkpoints, and the metrics on
+    held-out rows, which may be private."""
+    args = trainer.args
+    trainer.create_model_card()
+    hub, name = HfApi(token=args.hub_token), args.hub_model_id or Path(args.output_dir).resolve().name
+    repo = hub.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+    private = [REPORT_NAME, "training_args.bin"]
+    place = hub.upload_folder(repo_id=repo, folder_path=args.output_dir, ignore_patterns=["*/*", *private])
+    print(f"  uploaded: {place}")
 
 
 def epsilon_in_words(spent: dict) -> dict[str, str]:

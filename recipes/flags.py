@@ -71,14 +71,17 @@ class RecipeParser(HfArgumentParser):
         self._action_groups[:] = self._all_groups
         self.print_help()
 
-    def parse(self, words: list[str] | None = None) -> tuple:
-        """The dataclasses, from the command line and from the file that its ``--config`` names."""
+    def parse(self, words: list[str] | None = None, example: Path | None = None, mine: tuple[str, ...] = ()) -> tuple:
+        """The dataclasses, from the command line and from the file that its ``--config`` names. Where neither of them
+        gives one of the flags ``mine``, the file ``example`` says what is left open."""
         words = sys.argv[1:] if words is None else words
         given, unknown = self.parse_known_args(words)
         if unknown:
             self.error(self._unknown(unknown[0]))
-        if config := getattr(given, "config", None):
-            self.set_defaults(**self._read(config))
+        values = self._read(config) if (config := getattr(given, "config", None)) else {}
+        if example and not any(getattr(given, name) or values.get(name) for name in mine):
+            values = self._read(str(example)) | values
+        self.set_defaults(**values)
         parsed = self.parse_args_into_dataclasses(words, look_for_args_file=False)
         return parsed[: len(self.dataclass_types)]
 

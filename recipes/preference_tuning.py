@@ -92,7 +92,7 @@ def build_model(path: str, args: ModelArguments):
     model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float32)
     if args.full:
         return model
-    return fine_tuning.add_lora(model, args, TaskType.CAUSAL_LM, last_layers=args.lora_layers or None)
+    return fine_tuning.add_lora(model, args, TaskType.CAUSAL_LM, depth=args.lora_layers or None)
 
 
 def main() -> dict:

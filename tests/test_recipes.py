@@ -23,14 +23,15 @@ import call_notes
 import causal_lm
 import datasets
 import fine_tuning
+import huggingface_hub as hub
 import image_classification
-import instruction_tuning
 import name_classification
 import numpy as np
 import preference_tuning
 import psutil
 import pytest
 import question_answering
+import sft
 import summarization
 import text_classification
 import token_classification
@@ -41,6 +42,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from dp_transformers import DPTrainer, FlatClipping, IndependentNoise, Mechanism, PoissonSampling
 from dp_transformers.cli.main import main as cli_main
+from dp_transformers.reports.certificate import disagreements, read
 
 pytestmark = pytest.mark.halved
 
@@ -372,7 +374,7 @@ def test_perplexity_is_over_all_tokens_and_blind_to_padding():
         ("rows.jsonl", '{"text": "good"}\n{"text": " "}', [], "has an empty text"),
         ("rows.jsonl", "{not json", [], "as json"),
         ("rows.jsonl", '{"q": "the film was", "text": "good"}', ["--prompt_column", "q", "--max_length", "4"], "raise --max_length=4"),
-        ("rows.parquet", "", [], ".csv, .json, .jsonl, .txt"),
+        ("rows.xlsx", "", [], ".csv, .json, .jsonl, .parquet, .txt"),
         ("lines.txt", "\n\n", [], "the data ('train') has no rows"),
         (None, "", [], "there is no file"),
     ],
@@ -559,17 +561,17 @@ def conversations(language):
 @pytest.mark.parametrize(
     ("recipe", "file", "own_flags"),
     [
-        (instruction_tuning, "chats", ["--prompt", "the film"]),
-        (instruction_tuning, "texts", ["--prompt", "the film", "--full"]),
+        (sft, "chats", ["--prompt", "the film"]),
         (preference_tuning, "preferred_chats", []),
         (preference_tuning, "preferred_texts", ["--full"]),
     ],
-    ids=["chats", "texts", "preferred-chats", "preferred-texts"],
+    ids=["chats", "preferred-chats", "preferred-texts"],
 )
 def test_conversations_train_go_on_and_end_with_the_table(
     recipe, file, own_flags, conversations, tmp_path, call, capsys
 ):
-    flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / f"{file}.jsonl", "--max_length", 32, "--max_steps", 2,
+    data = "--dataset_name" if recipe is sft else "--train_file"
+    flags = [*lm_flags(conversations, tmp_path), data, conversations / f"{file}.jsonl", "--max_length", 32, "--max_steps", 2,
              "--save_steps", 1, *own_flags]  # fmt: skip
     hashing = logging.getLogger("datasets.fingerprint")
     hashing.setLevel(logging.NOTSET)
@@ -581,7 +583,7 @@ def test_conversations_train_go_on_and_end_with_the_table(
     assert not hashing.isEnabledFor(logging.WARNING), "users can do nothing about a function of TRL's"
     for word in ("  epsilon ", "without privacy (twin) ", f"dp-transformers report {tmp_path}"):
         assert word in stdout
-    if recipe is instruction_tuning:
+    if recipe is sft:
         assert report["perplexity_after"] != report["perplexity_before"]
         assert "reply before training:" in stdout and "reply after training:" in stdout
     else:
@@ -595,21 +597,144 @@ def test_only_completions_are_trained_to_be_written(conversations, tmp_path, cal
     """A row of the recipe's default data, as the trainer has it: the prompt is read, and has no label."""
     seen = {}
 
-    class Stop(instruction_tuning.DPSFTTrainer):
+    class Stop(sft.DPSFTTrainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             seen.update(next(iter(self.get_eval_dataloader())))
             raise ValueError("seen")
 
-    monkeypatch.setattr(instruction_tuning, "DPSFTTrainer", Stop)
+    monkeypatch.setattr(sft, "DPSFTTrainer", Stop)
     (tmp_path / "whole.yaml").write_text("max_length: null")  # nothing is truncated
-    flags = [*lm_flags(conversations, tmp_path), "--train_file", conversations / "prompts.jsonl"]
+    flags = [*lm_flags(conversations, tmp_path), "--dataset_name", conversations / "prompts.jsonl"]
     flags += ["--config", tmp_path / "whole.yaml"]
-    assert call(instruction_tuning, *flags) == "error: seen"
+    assert call(sft, *flags) == "error: seen"
     assert seen["labels"].shape[0] == 16
     for labels in seen["labels"].tolist():
         trained = [token for token in labels if token != -100]
         assert len(trained) == 4 and trained[-1] == 1, "three words and the end"
+
+
+def tiny_qwen():
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    return hf.Qwen3ForCausalLM(
+        hf.Qwen3Config(**sizes, intermediate_size=16, vocab_size=3 + len(WORDS), eos_token_id=1)
+    )
+
+
+def tiny_gpt2():
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 3 + len(WORDS)}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))
+
+
+def write_rows(conversations, kind, folder):
+    """The same rows as a table of texts, of prompts or of chats, or as a saved data set with held-out rows; and the
+    flags that they need."""
+    layout, path, *flags = {
+        "csv": ("prompts", folder / "rows.csv", "--prompt_column", "ask", "--completion_column", "say"),
+        "chats in csv": ("chats", folder / "rows.csv"),
+        "parquet": ("chats", folder / "rows.parquet"),
+        "folder": ("texts", folder / "rows"),
+    }[kind]
+    rows = datasets.Dataset.from_list(
+        [json.loads(line) for line in (conversations / f"{layout}.jsonl").read_text().splitlines()]
+    )
+    if kind == "csv":
+        rows.rename_columns({"prompt": "ask", "completion": "say"}).to_csv(path)
+    elif kind == "chats in csv":
+        datasets.Dataset.from_dict({"messages": [json.dumps(chat) for chat in rows["messages"]]}).to_csv(path)
+    elif kind == "parquet":
+        rows.to_parquet(path)
+    else:
+        datasets.DatasetDict({"train": rows, "held_out": rows.select(range(7))}).save_to_disk(path)
+        flags = ["--dataset_test_split", "held_out"]
+    return ["--dataset_name", path, *flags]
+
+
+PLAINLY = """
+import sys
+sys.modules["dp_transformers"] = None
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, out = sys.argv[1:]
+tokens = AutoTokenizer.from_pretrained(out)("the film was", return_tensors="pt")
+merged, adapted = AutoModelForCausalLM.from_pretrained(out), AutoPeftModelForCausalLM.from_pretrained(folder)
+both = [model(input_ids=tokens.input_ids).logits for model in (merged, adapted)]
+assert (both[0] - both[1]).abs().max() < 1e-5
+merged.generate(input_ids=tokens.input_ids, max_new_tokens=2)
+"""
+
+
+@pytest.mark.table("trainings")
+@pytest.mark.parametrize(
+    ("model", "kind"), [(tiny_gpt2, "csv"), (tiny_qwen, "parquet"), (tiny_qwen, "folder"), (tiny_gpt2, "chats in csv")]
+)
+def test_any_model_learns_any_rows_and_is_plain_afterwards(model, kind, conversations, tmp_path, call, capsys):
+    model().save_pretrained(tmp_path / "model")
+    hf.AutoTokenizer.from_pretrained(conversations / "model").save_pretrained(tmp_path / "model")
+    out, rows = tmp_path / "o", write_rows(conversations, kind, tmp_path)
+    flags = ["--model_name_or_path", tmp_path / "model", *rows, "--output_dir", out, "--expected_batch_size", 20, "--target_delta", 1e-3,
+             "--max_steps", 1, "--max_new_tokens", 3, "--use_cpu"]  # fmt: skip
+    report = call(sft, *flags, "--merge", "--lora_r", 2)
+    sizes = {"folder": (150, 7)}.get(kind, (120, 30))
+    assert (report["num_examples"], report["held_out"]) == sizes
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 2
+    said = capsys.readouterr().out
+    assert said.count("a reply after training:") == 2
+    assert "reply" not in (out / "privacy_report.json").read_text(), "prompts of held-out rows are not kept"
+    assert not disagreements(out / "merged", read(out / "merged"))
+    if kind == "csv":
+        subprocess.run([sys.executable, "-c", PLAINLY, str(out), str(out / "merged")], check=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset_name", "/no/rows.jsonl"], "there is no file '/no/rows.jsonl'."),
+        (["--dataset_train_split", "held"], "the data have no split 'held', only ['train']."),
+        (["--messages_column", "talk"], "the data ('train') has no column 'talk', only ['messages']: set --messages_column."),
+        (["--load_in_4bit", "--no_use_peft"], "the weights of a quantised base cannot be trained: give --use_peft."),
+    ],
+)  # fmt: skip
+def test_what_sft_cannot_take_ends_in_one_line(flags, message, conversations, tmp_path, call):
+    given = [*lm_flags(conversations, tmp_path / "o"), "--dataset_name", conversations / "chats.jsonl"]
+    assert call(sft, *given, *flags) == f"error: {message}"
+
+
+@pytest.mark.table("trainings")
+def test_the_twin_and_private_metrics_are_not_uploaded(conversations, tmp_path, call, monkeypatch):
+    """Trainer would upload the whole folder, with the twin in it."""
+    sent = []
+    monkeypatch.setattr(
+        hub.HfApi, "create_repo", lambda self, name, **how: types.SimpleNamespace(repo_id=f"me/{name}")
+    )
+
+    def upload_folder(self, repo_id, folder_path, ignore_patterns):
+        files = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        sent.append((repo_id, set(hub.utils.filter_repo_objects(files, ignore_patterns=ignore_patterns))))
+
+    monkeypatch.setattr(hub.HfApi, "upload_folder", upload_folder)
+    out = tmp_path / "mine"
+    flags = [*lm_flags(conversations, out), "--dataset_name", conversations / "chats.jsonl", "--max_steps", 1]
+    call(sft, *flags, "--push_to_hub", "--twin")
+    assert not sent
+    call(sft, *flags, "--push_to_hub", "--merge")
+    [(name, files)] = sent
+    assert name == "me/mine"
+    assert files >= {
+        "README.md",
+        "adapter_model.safetensors",
+        "privacy.json",
+        "privacy_ledger.jsonl",
+        "tokenizer.json",
+    }
+    assert not {"privacy_report.json", "training_args.bin"} & files and not any("/" in file for file in files)
+    assert "## Privacy" in (out / "README.md").read_text()
 
 
 # ---- loops of their own ----

@@ -12,6 +12,7 @@ from .. import __version__
 from .audit import audit
 from .budget import budget
 from .check import check
+from .merge import merge
 from .report import report
 from .train import train
 
@@ -63,6 +64,7 @@ app.command(context_settings=either_spelling)(report)
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 )(audit)
+app.command(context_settings=either_spelling)(merge)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.halved
 
 ROOT = Path(__file__).parents[2]
 RECIPES = (
-    "causal_lm, image_classification, instruction_tuning, name_classification, preference_tuning, question_answering, "
+    "causal_lm, image_classification, name_classification, preference_tuning, question_answering, sft, "
     "summarization, text_classification, token_classification"
 )
 

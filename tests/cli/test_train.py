@@ -7,12 +7,12 @@ from pathlib import Path
 import causal_lm
 import fine_tuning
 import image_classification
-import instruction_tuning
 import name_classification
 import plain_loop
 import preference_tuning
 import pytest
 import question_answering
+import sft
 import summarization
 import text_classification
 import token_classification
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.halved
 CONFIGS = Path(text_classification.__file__).parent / "configs"
 CLASSES = {
     "text_classification": text_classification, "causal_lm": causal_lm, "name_classification": name_classification,
-    "image_classification": image_classification, "instruction_tuning": instruction_tuning, "preference_tuning": preference_tuning,
+    "image_classification": image_classification, "sft": sft, "preference_tuning": preference_tuning,
     "question_answering": question_answering, "summarization": summarization, "token_classification": token_classification,
 }  # fmt: skip
 
@@ -34,7 +34,10 @@ def parse(monkeypatch, recipe, *words):
     module = CLASSES[recipe]
     monkeypatch.setattr(sys, "argv", [recipe, *map(str, words)])
     if hasattr(module, "DataArguments"):
-        return fine_tuning.parse_arguments("", module.DataArguments, module.ModelArguments, module.Arguments)
+        example = {"example": sft.EXAMPLE, "mine": sft.MINE} if module is sft else {}
+        return fine_tuning.parse_arguments(
+            "", module.DataArguments, module.ModelArguments, module.Arguments, **example
+        )
     return (plain_loop.parse_arguments("", module.Arguments),)
 
 
@@ -53,6 +56,16 @@ def test_a_configuration_says_the_defaults(recipe, monkeypatch):
             if hasattr(theirs, name):
                 assert getattr(mine, name) == getattr(theirs, name), name
                 assert type(getattr(mine, name)) is type(getattr(theirs, name)), name
+
+
+def test_the_settings_of_the_example_are_not_those_of_your_own(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("model_name_or_path: mine\nlora_r: 4")
+    for words in (["--dataset_name", "rows.csv"], ["--config", tmp_path / "mine.yaml"]):
+        _, model, args = parse(monkeypatch, "sft", *words)
+        assert (args.num_train_epochs, args.max_length, model.lora_layers, model.prompt) == (3, 1024, 0, None)
+    assert model.lora_r == 4
+    _, model, args = parse(monkeypatch, "sft", "--lora_r", 3)
+    assert (args.num_train_epochs, model.lora_layers, model.lora_r) == (0.125, 5, 3)
 
 
 @pytest.mark.parametrize("kind", ["yaml", "json"])
