@@ -23,7 +23,7 @@ _ROOMS = {
     "PerGroupClipping PerLayerClipping PerSampleAdaptiveClipping ScheduledClipping",
     "mechanism.mechanism": "Mechanism PrivacyUnit Release",
     "mechanism.noise": "BandedInverseNoise BandedNoise BufferedNoise IndependentNoise ScheduledNoise",
-    "mechanism.planner": "plan",
+    "mechanism.planner": "plan plan_units",
     "mechanism.sampling": "BallsInBinsSampling CyclicPoissonSampling FixedOrderSampling PoissonSampling "
     "RandomAllocationSampling ScheduledPoissonSampling TruncatedPoissonSampling",
     "mechanism.schedules": "ConstantSchedule ExponentialSchedule LinearSchedule StepSchedule",
@@ -88,6 +88,7 @@ __all__ = [
     "one_run_gdp_lower_bound",
     "padded_blocks",
     "plan",
+    "plan_units",
     "register_accountant",
     "register_grad_sampler",
     "register_module_fixer",
@@ -149,7 +150,7 @@ if TYPE_CHECKING:
     )
     from .mechanism.mechanism import Mechanism, PrivacyUnit, Release
     from .mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
-    from .mechanism.planner import plan
+    from .mechanism.planner import plan, plan_units
     from .mechanism.sampling import (
         BallsInBinsSampling,
         CyclicPoissonSampling,

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,9 @@ from dp_transformers import (
     IndependentNoise,
     Mechanism,
     PoissonSampling,
+    calibrate_noise_multiplier,
     plan,
+    plan_units,
 )
 from dp_transformers.cli.main import main
 from dp_transformers.mechanism.planner import predicted_noise
@@ -146,3 +149,55 @@ def test_the_command(capsys):
     keys = {"name", "predicted_noise", "neighboring_relation", "bytes_per_trainable_parameter", "against", "mechanism"}
     assert len(answer["plan"]) == 8 and keys <= set(answer["plan"][0])
     assert [each["predicted_noise"] for each in answer["plan"]] == sorted(e["predicted_noise"] for e in answer["plan"])
+
+
+def test_persons_or_rows():
+    """400 rows in a step, of 10,000 persons with four rows each: numbers that dp_accounting gives."""
+    found = plan_units(
+        [4] * 10_000, expected_rows=400, rows_per_unit=4, target_epsilon=2.0, target_delta=1e-5, steps=300
+    )
+    assert found.noise_by_person == pytest.approx(0.8042 / 100, rel=1e-3)
+    assert found.noise_by_row == pytest.approx(1.6454 / 400, rel=1e-3)
+    assert found.break_even == pytest.approx(1.95, rel=3e-3)
+    assert "more than 1.95 times shorter" in found.better and found.better in str(found)
+    assert 0.999 * 2 < found.by_person.epsilon(1e-5) <= 2
+    assert 0.999 * 2 < found.by_row.epsilon(1e-5, rows=4) <= 2
+    assert calibrate_noise_multiplier(8.0, 1e-5, 0.01, 300) == pytest.approx(0.5141, rel=1e-3)
+
+
+def test_persons_with_other_numbers_of_rows():
+    """Rows beyond a bound are in no draw; a person with fewer than k rows gives those."""
+    budget = {"target_epsilon": 4.0, "target_delta": 1e-3, "steps": 10}
+    counts = [1] * 50 + [10] * 50
+    found = plan_units(counts, expected_rows=40, rows_per_unit=4, max_examples_per_person=2, **budget)
+    assert found.by_person.sampling == PoissonSampling(100, 16) and found.mean_rows == 2.5
+    assert found.by_row.sampling == PoissonSampling(150, 40) and found.by_row.unit.max_examples_per_person == 2
+    assert "1.15 times shorter" in found.better and "1.58 times (nothing" in found.better
+    found = replace(found, mean_rows=1.2)
+    assert "hardly" in found.better
+    alone = plan_units([1] * 100, expected_rows=16, rows_per_unit=3, **budget, max_examples_per_person=1)
+    assert alone.by_person == alone.by_row and alone.better == "Draws of persons leave less noise."
+    with pytest.raises(ValueError, match="are at least 1"):
+        plan_units([0, 3], expected_rows=2, rows_per_unit=4, **budget)
+
+
+def test_the_budget_shows_persons_beside_rows(capsys):
+    words = "budget --examples 300 --persons 100 --rows-per-unit 3 --max-examples-per-person 2 --batch 30 --steps 10 --epsilon 4"
+    budget = {"target_epsilon": 4.0, "target_delta": 1e-3, "steps": 10}
+    expected = plan_units([3] * 100, expected_rows=30, rows_per_unit=3, max_examples_per_person=2, **budget)
+    for form in ("--json", "--delta 1e-3"):
+        with pytest.raises(SystemExit) as stopped:
+            main([*words.split(), *form.split(), "--delta", "1e-3"])
+        assert not stopped.value.code
+        said = capsys.readouterr().out
+        if form == "--json":
+            answer = json.loads(said)
+            assert answer["units"] == json.loads(json.dumps(expected.to_dict()))
+            assert answer["num_examples"] == 200, "a person keeps two rows"
+            assert answer["noise_on_mean"] == expected.noise_by_row
+        else:
+            assert str(expected) in said
+    for words in ("--persons 400 --epsilon 4", "--persons 100 --sigma 0"):
+        with pytest.raises(SystemExit):
+            main(["budget", "--examples", "300", "--batch", "30", "--steps", "10", *words.split()])
+        assert "are compared at one finite --epsilon" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from ..mechanism.values import HOPELESS
 from ..reports.words import up
 
 if TYPE_CHECKING:
-    from ..mechanism.planner import MechanismPlan
+    from ..mechanism.planner import MechanismPlan, UnitPlan
     from .planning import Plan
 
 FACTORS, VARIED = (0.25, 0.5, 1.0, 2.0, 4.0), ("sigma", "batch", "epochs")
@@ -39,6 +39,12 @@ def budget(
     max_examples_per_person: Annotated[
         int, Option(min=1, help="Rows that one person may have; epsilon is then for all of them together.")
     ] = 1,
+    persons: Annotated[
+        int | None, Option(min=1, help="Persons who own the rows: adds draws of persons beside draws of rows.")
+    ] = None,
+    rows_per_unit: Annotated[
+        int | None, Option(min=1, help="Rows of a drawn person, with --persons. Default: --max-examples-per-person.")
+    ] = None,
     max_grad_norm: Annotated[float, Option(help="The clipping bound C.")] = 1.0,
     trainable_parameters: Annotated[
         int | None, Option(min=1, help="How many parameters are trained, to compare the noise with the signal.")
@@ -59,7 +65,7 @@ def budget(
     from .planning import Setting, default_delta, find
 
     setting = Setting(
-        examples=examples,
+        examples=examples if persons is None else min(examples, persons * max_examples_per_person),
         delta=default_delta(examples) if delta is None else delta,
         max_grad_norm=max_grad_norm,
         max_examples_per_person=max_examples_per_person,
@@ -69,12 +75,14 @@ def budget(
     answer = _answer(plan, found, trainable_parameters)
     rows = _table(plan) if table else []
     mechanisms = _mechanisms(plan) if compare else None
+    units = None if persons is None else _units(plan, examples, persons, rows_per_unit)
     if plot is not None:
         _draw(plan, plot)
         print(f"wrote {plot}", file=sys.stderr)
     if as_json:
         answer |= {"table": rows} if table else {}
         answer |= {"plan": [each.to_dict() for each in mechanisms]} if mechanisms else {}
+        answer |= {"units": units.to_dict()} if units else {}
         print(json.dumps(answer, indent=2, allow_nan=False))
     else:
         print(_in_words(plan, answer, delta_was_chosen=delta is None))
@@ -82,6 +90,8 @@ def budget(
             print(_table_in_words(plan, rows))
         if mechanisms:
             print(f"\nMechanisms for the same target:\n{mechanisms}")
+        if units:
+            print(f"\nPersons or rows, each person with as many rows, at the same epsilon of a person:\n{units}")
 
 
 def _answer(plan: Plan, found: str, parameters: int | None) -> dict[str, Any]:
@@ -215,6 +225,25 @@ def _mechanisms(plan: Plan) -> MechanismPlan:
         target_delta=plan.setting.delta,
         max_grad_norm=plan.setting.max_grad_norm,
         max_examples_per_person=plan.setting.max_examples_per_person,
+        accountant=plan.setting.accountant,
+    )
+
+
+def _units(plan: Plan, examples: int, persons: int, rows_per_unit: int | None) -> UnitPlan:
+    from ..mechanism.planner import plan_units
+
+    most = plan.setting.max_examples_per_person
+    if persons > examples or not math.isfinite(plan.epsilon):
+        raise ValueError("--persons are at most as many as --examples, and are compared at one finite --epsilon.")
+    return plan_units(
+        [examples / persons] * persons,
+        expected_rows=plan.batch,
+        rows_per_unit=rows_per_unit or most,
+        max_examples_per_person=most,
+        target_epsilon=plan.epsilon,
+        target_delta=plan.setting.delta,
+        steps=plan.steps,
+        max_grad_norm=plan.setting.max_grad_norm,
         accountant=plan.setting.accountant,
     )
 

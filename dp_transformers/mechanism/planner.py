@@ -1,9 +1,10 @@
-"""Compares the mechanisms that meet a privacy target by the noise in the sum of gradients. Free of torch."""
+"""Compares the mechanisms that meet a privacy target by the noise in the sum of gradients, and draws of persons with
+draws of rows by the noise in the mean. Free of torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -173,6 +174,138 @@ def plan(
         left_out["fixed order, correlated noise"] = "less than two batches, or one step, leave no room for it"
     ranked = sorted(found, key=lambda c: c.noise)
     return MechanismPlan(tuple(_compared(c, poisson, setting) for c in ranked), relation, left_out)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Two trainings that protect all rows of a person at the same ε, with as many rows in a step.
+
+    Attributes:
+        by_person: Draws persons (ULS); the mean gradient of at most ``rows_per_unit`` rows of each is clipped.
+        by_row: Draws rows (ELS), of which a person keeps ``by_row.unit.max_examples_per_person``; each is clipped.
+        rows_per_unit: k.
+        mean_rows: Rows of a drawn person, on average.
+    """
+
+    by_person: Mechanism
+    by_row: Mechanism
+    rows_per_unit: int
+    mean_rows: float
+
+    @property
+    def noise_by_person(self) -> float:
+        """Standard deviation of the noise in each coordinate of the mean gradient, in units of the bound on the norm
+        of a person's mean gradient."""
+        return _noise_on_mean(self.by_person)
+
+    @property
+    def noise_by_row(self) -> float:
+        """The same in units of the bound on the norm of one row's gradient."""
+        return _noise_on_mean(self.by_row)
+
+    @property
+    def break_even(self) -> float:
+        """Draws of persons leave less noise where the mean gradient of a person's rows is shorter than the gradient of
+        one row by more than this factor. It is shorter by the square root of their number where rows have nothing in
+        common, and by nothing where they are alike."""
+        return self.noise_by_person / self.noise_by_row
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        names = {"noise_on_mean_by_person": self.noise_by_person, "noise_on_mean_by_row": self.noise_by_row}
+        mechanisms = {"by_person": self.by_person.to_dict(), "by_row": self.by_row.to_dict()}
+        return {"rows_per_unit": self.rows_per_unit, **names, "break_even": self.break_even, **mechanisms}
+
+    def __str__(self) -> str:
+        names = {
+            f"persons, {self.rows_per_unit} rows of one at most": self.by_person,
+            f"rows, a person keeps {self.by_row.unit.max_examples_per_person} at most": self.by_row,
+        }
+        lines = [f"  {'drawn in each step':<36}  {'sigma':>8}  noise on the mean  expected"]
+        for name, mechanism in names.items():
+            sampling, noise = mechanism.sampling, f"{_noise_on_mean(mechanism):.3g} C"
+            drawn = f"{sampling.expected_batch_size:,} of {sampling.num_examples:,}"
+            lines.append(f"  {name:<36}  {mechanism.at(0).noise_multiplier:8.4f}  {noise:<17}  {drawn}")
+        return "\n".join([*lines, self.better])
+
+    @property
+    def better(self) -> str:
+        """What leaves less noise, and when."""
+        most = math.sqrt(self.mean_rows)
+        if self.break_even <= 1:
+            return "Draws of persons leave less noise."
+        if self.break_even >= most:
+            return (
+                f"Draws of rows leave less noise: a mean is hardly {self.break_even:.3g} times shorter than one row."
+            )
+        return (
+            f"Draws of persons leave less noise if the mean gradient of a person's rows is more than "
+            f"{self.break_even:.3g} times shorter\nthan that of one row, else draws of rows. It is 1 time (alike) to "
+            f"{most:.3g} times (nothing in common) shorter."
+        )
+
+
+def plan_units(
+    rows_per_person: Collection[float],
+    *,
+    expected_rows: int,
+    rows_per_unit: int,
+    max_examples_per_person: int | None = None,
+    target_epsilon: float,
+    target_delta: float,
+    steps: int,
+    max_grad_norm: float = 1.0,
+    accountant: str = "pld",
+) -> UnitPlan:
+    """Compare draws of persons with draws of rows at the same ε of a person (arXiv:2406.14322), by the noise alone.
+
+    Args:
+        rows_per_person: How many rows each person has: of public data of this kind, or a guess, since the counts of
+            the training data are private themselves.
+        expected_rows: Expected number of rows in a step.
+        rows_per_unit: k, the rows that are taken of a drawn person, at most.
+        max_examples_per_person: G, the rows that a person keeps where rows are drawn; None for k.
+
+    Raises:
+        ValueError: an argument is out of range, or no noise meets the target.
+
+    Example::
+
+        >>> from dp_transformers import plan_units
+        >>> found = plan_units(
+        ...     [2] * 1_000, expected_rows=200, rows_per_unit=2, target_epsilon=1.0, target_delta=1e-5, steps=10
+        ... )
+        >>> print(found)
+          drawn in each step                       sigma  noise on the mean  expected
+          persons, 2 rows of one at most          1.7410  0.0174 C           100 of 1,000
+          rows, a person keeps 2 at most          2.9015  0.0145 C           200 of 2,000
+        Draws of persons leave less noise if the mean gradient of a person's rows is more than 1.2 times shorter
+        than that of one row, else draws of rows. It is 1 time (alike) to 1.41 times (nothing in common) shorter.
+    """
+    most = rows_per_unit if max_examples_per_person is None else max_examples_per_person
+    if min(rows_per_person, default=0) < 1 or rows_per_unit < 1 or most < 1:
+        raise ValueError("rows_per_unit, max_examples_per_person and each number of rows_per_person are at least 1.")
+    mean_rows = sum(min(rows_per_unit, n) for n in rows_per_person) / len(rows_per_person)
+    kept = round(sum(min(most, n) for n in rows_per_person))
+    drawn = (
+        (PoissonSampling(len(rows_per_person), max(1, round(expected_rows / mean_rows))), PrivacyUnit()),
+        (PoissonSampling(kept, expected_rows), PrivacyUnit(most)),
+    )
+    by_person, by_row = (
+        Mechanism(
+            sampling=sampling,
+            clipping=FlatClipping(max_grad_norm),
+            noise=IndependentNoise(1.0),
+            steps=steps,
+            unit=unit,
+        ).calibrated(target_epsilon=target_epsilon, target_delta=target_delta, accountant=accountant)
+        for sampling, unit in drawn
+    )
+    return UnitPlan(by_person, by_row, rows_per_unit, mean_rows)
+
+
+def _noise_on_mean(mechanism: Mechanism) -> float:
+    return mechanism.at(0).noise_multiplier / mechanism.sampling.expected_batch_size
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def test_the_budget_loads_no_torch():
         ("--examples 100 --batch 5 --epochs 3", "give --epsilon (the answer is then sigma) or --sigma (the answer is then epsilon)."),
         ("--examples 100 --epsilon 8 --sigma 1", "give --batch (the answer is then steps) or --steps (or --epochs) (the answer is then batch)."),
         ("--examples 100 --epsilon 8 --sigma 1 --batch 5 --steps 4", "nothing is asked for: leave out one of --epsilon, --sigma, --batch and --steps (or --epochs)."),
-        ("--examples 100 --epsilons 8 --batch 5 --steps 4", "No such option: --epsilons. Did you mean --epsilon?"),
+        ("--examples 100 --epsilom 8 --batch 5 --steps 4", "No such option: --epsilom. Did you mean --epsilon?"),
         ("--examples 100 --epsilon 0 --batch 5 --steps 4", "--epsilon must be a positive finite number, got 0."),
         ("--examples 100 --sigma nan --batch 5 --steps 4", "--sigma must be a finite number, at least 0, got nan."),
         ("--examples 100 --sigma 1 --batch 500 --steps 4", "--batch 500 exceeds the 100 examples of --examples: lower it."),
