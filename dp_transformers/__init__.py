@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 # Public names, by the module that holds them.
 _ROOMS = {
+    "auditing.canaries": "AuditConfig",
     "auditing.estimators": "clopper_pearson_epsilon_lower_bound clopper_pearson_gdp_lower_bound largest_one_run_bound "
     "one_run_epsilon_lower_bound one_run_fdp_epsilon_lower_bound one_run_gdp_lower_bound",
     "auditing.membership": "membership_report",
@@ -36,6 +37,7 @@ _WHERE = {name: room for room, names in _ROOMS.items() for name in names.split()
 # Without those of extras: `from dp_transformers import *` must work where these are not installed.
 __all__ = [
     "AdaptiveClipping",
+    "AuditConfig",
     "AutomaticClipping",
     "BallsInBinsSampling",
     "BandedInverseNoise",
@@ -117,6 +119,7 @@ _OF_OPACUS = {
 }
 
 if TYPE_CHECKING:
+    from .auditing.canaries import AuditConfig
     from .auditing.estimators import (
         clopper_pearson_epsilon_lower_bound,
         clopper_pearson_gdp_lower_bound,

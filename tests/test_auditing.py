@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dp_transformers import (
+    AuditConfig,
     DPTrainer,
     DPTrainingArguments,
     FlatClipping,
@@ -17,11 +18,13 @@ from dp_transformers import (
     PerGroupClipping,
     PoissonSampling,
     clopper_pearson_gdp_lower_bound,
+    largest_one_run_bound,
     membership_report,
 )
 from dp_transformers.auditing.planted import FAULTS, _noise
 from dp_transformers.cli.audit import audit_trainer
 from dp_transformers.cli.main import main
+from dp_transformers.noise.generators import GaussianNoise
 
 ROWS = [{"x": torch.randn(4, generator=torch.Generator().manual_seed(i)), "labels": i % 2} for i in range(200)]
 FOUND = {  # by faults: what must be said of them
@@ -38,9 +41,9 @@ FOUND = {  # by faults: what must be said of them
 
 
 class Net(nn.Module):
-    def __init__(self):
+    def __init__(self, inputs=4):
         super().__init__()
-        self.hidden, self.classifier = nn.Linear(4, 30), nn.Linear(30, 2)
+        self.hidden, self.classifier = nn.Linear(inputs, 30), nn.Linear(30, 2)
 
     def forward(self, x, labels=None):
         return {"logits": self.classifier(self.hidden(x).tanh())}
@@ -56,14 +59,14 @@ def _fixed_secrets(monkeypatch):
     monkeypatch.setattr("secrets.randbits", random.Random(0).getrandbits)
 
 
-def make_trainer(tmp_path, **options):
+def make_trainer(tmp_path, audit=None, **options):
     torch.manual_seed(0)
     defaults = dict(
         noise_multiplier=1.0, max_grad_norm=0.1, target_delta=1e-3, expected_batch_size=20, max_steps=10,
         per_device_train_batch_size=16, use_cpu=True, disable_tqdm=True, report_to=[],
     )  # fmt: skip
     args = DPTrainingArguments(str(tmp_path / "out"), **{**defaults, **options})
-    return DPTrainer(Net(), args, train_dataset=ROWS, per_example_loss_func=losses)
+    return DPTrainer(Net(), args, train_dataset=ROWS, per_example_loss_func=losses, audit=audit)
 
 
 def audited(trainer, plant=None, trials=40):
@@ -157,3 +160,63 @@ def test_scores_are_compared_with_what_the_mechanism_allows():
     assert report["twin"]["auc"] == 1 and np.isnan(report["twin"]["tpr at 0.01 fpr"])
     with pytest.raises(ValueError, match="finite"):
         membership_report(members, [np.nan])
+
+
+CANARIES = 80
+
+
+def with_canaries(tmp_path, **options):
+    """A trainer with canaries that each have an input of their own, so that they are easily learnt by heart."""
+    rows = [{"x": nn.functional.pad(row["x"], (0, CANARIES)), "labels": row["labels"]} for row in ROWS]
+    rows += [{"x": 5 * torch.eye(CANARIES + 4)[4 + i], "labels": i // 2 % 2} for i in range(CANARIES)]
+    audit = AuditConfig(CANARIES, num_guesses=40, every_step=options.pop("every_step", False))
+    defaults = dict(
+        max_grad_norm=1.0, target_delta=1e-5, expected_batch_size=100, max_steps=20, learning_rate=5.0, optim="sgd",
+        per_device_train_batch_size=128, use_cpu=True, disable_tqdm=True, report_to=[], save_strategy="no", self_check=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    args = DPTrainingArguments(str(tmp_path / "out"), **{**defaults, **options})
+    return DPTrainer(Net(CANARIES + 4), args, train_dataset=rows, per_example_loss_func=losses, audit=audit)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("every_step", [False, True])
+def test_canaries_of_one_training_show_what_it_leaks(tmp_path, monkeypatch, every_step):
+    trainer = with_canaries(tmp_path, noise_multiplier=0.0, every_step=every_step)
+    coins = trainer.audit._is_in
+    # epsilon is for the rows that are there: all that are no canaries, and the canaries that are in
+    assert len(trainer.train_dataset) == 200 + coins.sum() == trainer._run.mechanism.sampling.num_examples
+    assert 20 < coins.sum() < 60
+    assert not np.array_equal(coins, with_canaries(tmp_path, noise_multiplier=0.0).audit._is_in)
+    trainer.train()
+    assert trainer.model.training
+    for found in trainer.audit.result.values():
+        assert found.correct == 40 and len(found.of_members) == coins.sum()
+        assert found.epsilon == largest_one_run_bound(CANARIES, 40, 1e-5, 0.975) < found.gaussian_epsilon
+
+    honest = with_canaries(tmp_path, target_epsilon=1.0, every_step=every_step)
+    honest.train()
+    assert all(found.epsilon <= 1.0 and found.correct < 35 for found in honest.audit.result.values())
+
+    monkeypatch.setattr(GaussianNoise, "add_", lambda *args, **kwargs: None)  # it claims noise, and adds none
+    broken = with_canaries(tmp_path, target_epsilon=1.0, every_step=every_step)
+    broken.train()
+    assert broken.privacy_spent().epsilon <= 1.0
+    assert max(found.epsilon for found in broken.audit.result.values()) > 2
+
+
+def test_audits_that_can_show_nothing_are_refused_or_warned_of(tmp_path, caplog):
+    with pytest.raises(ValueError, match="take 10 canaries or more"):
+        AuditConfig(5)
+    with pytest.raises(ValueError, match="40 guesses on 30 canaries"):
+        AuditConfig(30, 40)
+    with_canaries(tmp_path, noise_multiplier=1.0)
+    assert "eats the bound" not in caplog.text
+    with_canaries(tmp_path, noise_multiplier=1.0, target_delta=1e-3)
+    assert "eats the bound" in caplog.text
+    with pytest.raises(ValueError, match="append the canaries"):
+        make_trainer(tmp_path, audit=AuditConfig(200))
+    trainer = with_canaries(tmp_path, noise_multiplier=1.0)
+    trainer.state.global_step = 3
+    with pytest.raises(ValueError, match="cannot be resumed"):
+        trainer.audit.on_train_begin(trainer.args, trainer.state, trainer.control)

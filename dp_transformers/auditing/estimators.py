@@ -32,6 +32,12 @@ def one_run_epsilon_lower_bound(
 
     Raises:
         ValueError: the numbers are not 0 ≤ v ≤ r ≤ m, or δ or the confidence is not in [0, 1).
+
+    Example::
+
+        >>> from dp_transformers import one_run_epsilon_lower_bound
+        >>> round(one_run_epsilon_lower_bound(1000, 100, 90, delta=1e-5), 3)
+        1.626
     """
     _check(num_canaries, num_guesses, num_correct, delta, confidence)
     return _largest(
@@ -49,7 +55,14 @@ def one_run_p_value(num_canaries: int, num_guesses: int, num_correct: int, epsil
 
 def one_run_gdp_lower_bound(num_canaries: int, num_guesses: int, num_correct: int, confidence: float = 0.95) -> float:
     """Return the largest μ such that μ-GDP is refuted by one run, at this confidence. Arguments as in
-    :func:`one_run_epsilon_lower_bound`."""
+    :func:`one_run_epsilon_lower_bound`.
+
+    Example::
+
+        >>> from dp_transformers import one_run_gdp_lower_bound
+        >>> round(one_run_gdp_lower_bound(1000, 100, 90), 3)
+        0.603
+    """
     _check(num_canaries, num_guesses, num_correct, 0.0, confidence)
     return _largest(lambda mu: _refutes_gdp(num_canaries, num_guesses, num_correct, mu, 1 - confidence))
 
@@ -59,7 +72,14 @@ def one_run_fdp_epsilon_lower_bound(
 ) -> float:
     """Return ε at δ of the most private Gaussian mechanism that one run does not refute. It bounds a mechanism that is
     as private as a Gaussian one at every δ, and not any (ε, δ)-private one. Arguments as in
-    :func:`one_run_epsilon_lower_bound`; δ is above 0."""
+    :func:`one_run_epsilon_lower_bound`; δ is above 0.
+
+    Example::
+
+        >>> from dp_transformers import one_run_fdp_epsilon_lower_bound
+        >>> round(one_run_fdp_epsilon_lower_bound(1000, 100, 90, delta=1e-5), 3)
+        2.456
+    """
     import dp_accounting as dp
 
     _check(num_canaries, num_guesses, num_correct, delta, confidence)
@@ -89,6 +109,12 @@ def clopper_pearson_epsilon_lower_bound(
 
     Raises:
         ValueError: counts are negative or larger than the numbers of trials, or δ or the confidence is not in [0, 1).
+
+    Example::
+
+        >>> from dp_transformers import clopper_pearson_epsilon_lower_bound
+        >>> round(clopper_pearson_epsilon_lower_bound(900, 1000, 100, 1000, delta=1e-5), 3)
+        1.99
     """
     detected, alarms = _rates(true_positives, num_in, false_positives, num_out, delta, confidence)
     return max(0.0, math.log((detected - delta) / alarms)) if detected > delta else 0.0
@@ -98,7 +124,14 @@ def clopper_pearson_gdp_lower_bound(
     true_positives: int, num_in: int, false_positives: int, num_out: int, confidence: float = 0.95
 ) -> float:
     """Return the largest μ such that μ-GDP is refuted by the rates of an attack over independent trials. Arguments as
-    in :func:`clopper_pearson_epsilon_lower_bound`. One Gaussian mechanism with noise multiplier σ is 1/σ-GDP."""
+    in :func:`clopper_pearson_epsilon_lower_bound`. One Gaussian mechanism with noise multiplier σ is 1/σ-GDP.
+
+    Example::
+
+        >>> from dp_transformers import clopper_pearson_gdp_lower_bound
+        >>> round(clopper_pearson_gdp_lower_bound(900, 1000, 100, 1000), 3)
+        2.347
+    """
     detected, alarms = _rates(true_positives, num_in, false_positives, num_out, 0.0, confidence)
     return max(0.0, float(ndtri(detected) - ndtri(alarms)))
 
@@ -116,7 +149,14 @@ def _rates(
 
 
 def largest_one_run_bound(num_canaries: int, num_guesses: int, delta: float, confidence: float = 0.95) -> float:
-    """Return the largest bound that :func:`one_run_epsilon_lower_bound` can show, with all guesses right."""
+    """Return the largest bound that :func:`one_run_epsilon_lower_bound` can show, with all guesses right.
+
+    Example::
+
+        >>> from dp_transformers import largest_one_run_bound
+        >>> round(largest_one_run_bound(1000, 1000, delta=1e-5), 3)
+        5.782
+    """
     return one_run_epsilon_lower_bound(num_canaries, num_guesses, num_guesses, delta, confidence)
 
 

@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
+from ..auditing.canaries import AuditConfig, CanaryAudit
 from ..checks.validation import refuse_repeated_rows, validate_lengths, validate_model, validate_training_data
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..clipping.parallel.fsdp2 import reshard
@@ -87,6 +88,7 @@ class DPTrainerMixin(Base):
             :mod:`dp_transformers.losses.heads` for those that are. A function whose first parameter is called `model`
             is given the model and the batch instead, for losses without labels or of several forward passes:
             `f(model, inputs) -> (B,)`. What its first call of the model returns are the predictions of evaluation.
+        audit ([`AuditConfig`], *optional*): Audits the training by canaries; see `trainer.audit.result` afterwards.
         kwargs: The other arguments of the class; `compute_loss_func` is refused, because it averages over the batch.
 
     Raises:
@@ -121,6 +123,7 @@ class DPTrainerMixin(Base):
         eval_dataset: Any = None,
         *,
         per_example_loss_func: PerExampleLoss | None = None,
+        audit: AuditConfig | None = None,
         **kwargs: Any,
     ):
         refuse_overrides(self, DPTrainerMixin)
@@ -160,6 +163,7 @@ class DPTrainerMixin(Base):
         )
         if train_dataset is not None:
             # a base class may have made other rows of it
+            self.audit = None if audit is None else CanaryAudit(audit, self)  # leaves some of the canaries out
             dataset: Any = self.train_dataset
             _validate_rows(args, dataset)
             _refuse_more_rows(len(dataset), len(train_dataset), args.max_examples_per_person)
