@@ -103,7 +103,7 @@ def count_examples():
 count_examples()
 
 
-def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **options):
+def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, owners=None, **options):
     """Train with a fixed draw; the gradients of every step, what this rank held, and how the model lay."""
     if dist.is_initialized() and replicas > 1:  # as `accelerate launch` says it
         os.environ |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(replicas),
@@ -116,7 +116,9 @@ def train(folder, model="bert", lora=False, resume=None, replicas=1, tp=None, **
         build(model, lora=lora) if tp is None else loaded(model, folder, (dist.get_world_size() // tp, tp), lora=lora)
     )
     COUNTS.clear()
-    trainer = DPTrainer(net, args, collate, dataset(kind=kind), callbacks=[gradients])
+    data = dataset(kind=kind)
+    data = data if owners is None else data.add_column("owner", [i % owners for i in range(len(data))])
+    trainer = DPTrainer(net, args, collate, data, callbacks=[gradients])
     trainer.train(resume_from_checkpoint=resume)
     return {
         "gradients": gradients.steps,
@@ -1114,6 +1116,8 @@ CASES = {
 CASES |= {
     "ddp-noise": (train, NOISY),
     "ddp-filled": (train, {"fill_physical_batches": True, **SILENT}),
+    **{f"persons-{by}": (train, {"owners": 23, "privacy_unit_column": "owner", "rows_per_unit": 2, "model": "llama", **SILENT, **(fsdp() if by == "fsdp" else {})})
+       for by in ("ddp", "fsdp")},
     "ddp-bytes": (traffic, {"late": True}),
     "ddp-leftovers": (leftovers, {}),
     **{f"by-ranks-{loop}-{name}": (by_ranks, {"loop": loop, **options})

@@ -47,6 +47,19 @@ BUGS = {
         "clipping/test_modes.py",
         "clipping/test_clipper.py",
     ),
+    "a person's rows clipped one by one": bug(
+        "norms = self.clipper.backward(losses, weights, unit_ids=unit_ids,",
+        "norms = self.clipper.backward(losses, weights, unit_ids=None,",
+        "test_units.py",
+    ),
+    "a person in two batches": bug(
+        "if not batches or sum(map(len, batches[-1])) + len(unit) > most:",
+        "if not batches or len(batches[-1]) >= 2:",
+        "test_units.py",
+    ),
+    "a row of a unit without its weight": bug(
+        "return losses_b / sizes_u[unit_ids], unit_ids", "return losses_b, unit_ids", "test_units.py"
+    ),
     "a coefficient above 1": bug(
         "(self.max_grad_norm / norms_b).clamp(max=1.0)",
         "self.max_grad_norm / norms_b",

@@ -86,6 +86,17 @@ def test_noiseless_trajectory_is_that_of_one_process(tmp_path, ranks, case):
             assert rank["wrapped"] == "DistributedDataParallel" and rank["placements"] == {"None"}
 
 
+@pytest.mark.filterwarnings("ignore:dp_seed")
+@pytest.mark.parametrize("case", cases_of("persons", function=worker.train))
+def test_persons_are_clipped_alike_on_any_number_of_ranks(tmp_path, ranks, case):
+    one = worker.train(tmp_path, **worker.unsharded(worker.CASES[case][1]))
+    counts = torch.tensor([rank["counts"] for rank in ranks[case]])
+    assert one["counts"] == counts.sum(0).tolist() and counts.bool().all(0).any()
+    for rank in ranks[case]:
+        for mine, alone in zip(rank["gradients"], one["gradients"], strict=True):
+            assert relative(mine, alone) <= 1e-5 or (not alone.any() and not mine.any())
+
+
 DIFFERING = {
     "order": r"row \d+ of the training data is another one on rank \d than on rank 0.*same order",
     "fewer": r"is 40 on rank 0, and 35 on rank \d.*number of examples",

@@ -156,7 +156,7 @@ def test_a_mechanism_and_flags_at_once_or_neither():
 @pytest.mark.parametrize("sampling", [PoissonSampling(N + 1, EXPECTED), PoissonSampling(N, EXPECTED + 1)], ids=str)
 def test_a_mechanism_for_other_data_is_refused(tmp_path, sampling):
     with pytest.raises(
-        ValueError, match=rf"mechanism is for {sampling.num_examples} examples and an expected batch size of"
+        ValueError, match=rf"mechanism is for {sampling.num_examples} rows and an expected batch size of"
     ):
         by_engine(mechanism(sampling=sampling))
     if sampling.num_examples != N:

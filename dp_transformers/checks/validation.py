@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from ..clipping.parallel.fsdp2 import reshard
 from ..clipping.precision import TRAINABLE
 from ..data.stored_rows import most_frequent_row
 from ..mechanism.accounting.accountants import require_small_delta
+from ..mechanism.mechanism import PrivacyUnit
 from .find_mixing import ExampleMixing, find_example_mixing
 
 logger = logging.getLogger(__name__)
@@ -490,10 +491,19 @@ def _with_option(option: str, value: Any, module: nn.Module) -> nn.Module:
 
 
 def validate_training_data(
-    dataset: Any, *, target_delta: float | None, expected_batch_size: int, max_examples_per_person: int
+    dataset: Any,
+    units: Sized | None = None,
+    *,
+    target_delta: float | None,
+    expected_batch_size: int,
+    unit: PrivacyUnit,
 ) -> None:
     """Raise ValueError for data that cannot be drawn from by Poisson sampling, that δ and batch size do not fit, or
-    that have a stored row more than ``max_examples_per_person`` times."""
+    that have a stored row more than ``unit.max_examples_per_person`` times.
+
+    Args:
+        units: What draws choose, if not rows.
+    """
     if dataset is None:
         return
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -501,17 +511,20 @@ def validate_training_data(
             f"the training data are {_a(dataset)} without random access, which Poisson sampling needs. Use a "
             "map-style dataset (for a datasets.IterableDataset: load it without streaming)."
         )
-    if (n := len(dataset)) == 0:
+    if len(dataset) == 0:
         raise ValueError("the training data set is empty: give it at least one row (a filter may have left none).")
+    n = len(dataset if units is None else units)
     if target_delta is not None:
         require_small_delta(target_delta, n, name="target_delta")
     if expected_batch_size > n:
         raise ValueError(
-            f"expected_batch_size={expected_batch_size} exceeds the {n} training examples. Lower it (or "
-            "per_device_train_batch_size x gradient_accumulation_steps x processes, from which it derives; with "
-            "PrivacyEngine the DataLoader's batch_size)."
+            f"expected_batch_size={expected_batch_size} exceeds the {n} training "
+            f"{'persons' if unit.is_person else 'examples'}. Lower it (or per_device_train_batch_size x "
+            "gradient_accumulation_steps x processes, from which it derives; with PrivacyEngine the DataLoader's "
+            "batch_size)."
         )
-    refuse_repeated_rows(dataset, max_examples_per_person)
+    if not unit.is_person:  # copies of a row have one owner
+        refuse_repeated_rows(dataset, unit.max_examples_per_person)
 
 
 def refuse_repeated_rows(dataset: Any, max_examples_per_person: int) -> None:

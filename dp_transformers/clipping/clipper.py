@@ -431,8 +431,8 @@ class PerExampleClipper:
             SelfCheckError: an example's loss is another one alone.
         """
         if into is None and self.engine.loop is not None:  # a private training, which has sums of its own
-            if clipping is not None:
-                raise ValueError("a private training clips by its mechanism: leave clipping= out here.")
+            if clipping is not None or unit_ids is not None:
+                raise ValueError("a private training clips by its mechanism: leave clipping= and unit_ids= out here.")
             return self.engine.loop.add(losses, weights)
         if self.engine.loop is None and self.trainable.find_gradient() is None:  # else it adds batches up
             self.look_at_memory(self._steps, partial(self.trainable.shards.least, device=self.trainable.device))

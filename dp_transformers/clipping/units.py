@@ -78,7 +78,8 @@ class Units:
             of_units = [term.regrouped(regrouping) for term in terms]
             norms = NormAccumulator()
             rounding = SPLIT if any(term.is_bf16 for term in of_units) else FP32
-            norms.add(norm_of_sum(of_units, instantiate=instantiate), position_norms(of_units), rounding)
+            measured = norm_of_sum(of_units, instantiate=instantiate, cache=regrouping.cache)
+            norms.add(measured, position_norms(of_units, regrouping.cache), rounding)
             total = norms.total(norm_sq_u.device)
             norm_sq_u[units] = cast(torch.Tensor, total)  # a norm was added
         return DirectNorm(norm_sq_u.sqrt_())

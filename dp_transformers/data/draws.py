@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -27,6 +27,7 @@ from .joining import Joiner, Sizes
 from .known_collators import acts_on_rows_alone, are_of_one_kind, draws_numbers, sizes_of
 from .refused import refuse_packed
 from .stored_rows import refuse_rows_loaded_from_one, require_same_rows
+from .units import Units, cut
 
 _Join = Callable[[Sequence[Any]], tuple[Any, Sizes]]
 
@@ -42,6 +43,7 @@ class PhysicalBatch:
         came_padded: True if they were padded before they were collated, as their mask says.
         fillers: The number of rows of weight 0, which are the last ones. They fill a batch up to a fixed size, keep
             ranks in step, or stand for an empty draw.
+        unit_sizes: The number of rows of each unit, which lie one after the other; None where each row is a unit.
     """
 
     rows: Any
@@ -49,6 +51,7 @@ class PhysicalBatch:
     sizes: Sizes = field(default_factory=dict)
     came_padded: bool = False
     fillers: int = 0
+    unit_sizes: Sequence[int] | None = None
 
     @property
     def examples(self) -> int:
@@ -117,9 +120,10 @@ class LogicalBatches(Dataset):
             are put last.
         largest_draw: The largest number of examples that a draw has on this rank; None if there is no bound.
         copies: The number of indices that may stand for one stored row (``max_examples_per_person``).
+        units: What an index of a draw stands for, if not for one row. Physical batches are of whole units.
 
     Raises:
-        ValueError: the ranks hold different rows.
+        ValueError: the ranks hold different rows or units, or a unit may be larger than a physical batch.
 
     Attributes:
         dataset: The data set.
@@ -137,17 +141,27 @@ class LogicalBatches(Dataset):
         fill: bool = False,
         largest_draw: int | None = None,
         copies: int = 1,
+        units: Units | None = None,
     ):
         seeds = seeds or SecretSeeds(secrets.randbits(128))
         self.dataset, self._collate, self._seeds = dataset, collate, seeds
-        self._examples = Examples(dataset, collate, seeds)
+        self.units, largest_unit = units, 1 if units is None else units.largest
+        if largest_unit > physical_batch_size:
+            raise ValueError(
+                f"a unit may have {largest_unit} rows (rows_per_unit times augmentation_multiplicity), which are "
+                f"clipped together, and a physical batch has {physical_batch_size}: raise per_device_train_batch_size "
+                "(in a loop max_physical_batch_size), or take fewer rows of a unit."
+            )
+        self._examples = Examples(dataset, collate, seeds, views=1 if units is None else units.views)
         self._is_collator_known = acts_on_rows_alone(collate)
         self._joiner = Joiner(self._examples.together, len(dataset))
-        self.physical_batch_size, self._fill, self._copies = physical_batch_size, fill, copies
-        self.batches_per_draw = -(-largest_draw // physical_batch_size) if fill and largest_draw else 0
+        self.physical_batch_size, self._fill, self._copies = physical_batch_size, fill, copies * largest_unit
+        units_per_batch = physical_batch_size // largest_unit
+        self.batches_per_draw = -(-largest_draw // units_per_batch) if fill and largest_draw else 0
         self._filler: PhysicalBatch | None = None
         if distributed.world_size() > 1:
             require_same_rows(len(dataset), dataset.__getitem__, seeds.of_all_ranks())
+            distributed.require_same({"the checksum of units": None if units is None else units.checksum})
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -155,9 +169,15 @@ class LogicalBatches(Dataset):
     # pyrefly: ignore[bad-override-param-name]  (given by position, by torch's loader)
     def __getitem__(self, draw: Draw) -> LogicalBatch:
         indices, size = list(draw.indices), self.physical_batch_size
-        rows, join = self._rows(indices, draw.number)
-        rows = sorted(rows, key=size_of)
-        batches = [self._physical_batch(rows[i : i + size], join) for i in range(0, len(rows), size)]
+        if self.units is None:
+            rows, join = self._rows(indices, draw.number)
+            rows = sorted(rows, key=size_of)
+            batches = [self._physical_batch(rows[i : i + size], join) for i in range(0, len(rows), size)]
+        else:
+            taken = self.units.taken(indices, draw.number, self._seeds.of_all_ranks())
+            rows, join = self._rows([i for unit in taken for i in unit], draw.number)
+            parts = cut(rows, [*map(len, taken)], size)
+            batches = [self._physical_batch([*chain(*part)], join, [*map(len, part)]) for part in parts]
         return LogicalBatch(draw.number, batches, draw.starts_pass, draw.step)
 
     def filler(self) -> PhysicalBatch:
@@ -172,6 +192,8 @@ class LogicalBatches(Dataset):
         """Return the rows of a draw, and the function that joins some of them."""
         loaded = self._examples.of_draw(indices, draw)
         refuse_rows_loaded_from_one(indices, loaded, self._copies)
+        if self.units is not None:
+            loaded = [*map(self.units.without_owner, loaded)]
         if self._is_collator_known and are_of_one_kind(loaded):
             if draws_numbers(self._collate):
                 self._seeds.reseed(f"batches of draw {draw}")
@@ -192,14 +214,16 @@ class LogicalBatches(Dataset):
         masks = (row.get("attention_mask") for row in rows if isinstance(row, Mapping))
         return len(list(islice((1 for mask in masks if mask is not None and np.all(np.asarray(mask))), 2))) == 1
 
-    def _physical_batch(self, rows: Sequence[Any], join: _Join) -> PhysicalBatch:
+    def _physical_batch(
+        self, rows: Sequence[Any], join: _Join, unit_sizes: Sequence[int] | None = None
+    ) -> PhysicalBatch:
         """Join a part of a draw, filled up if batches have a fixed size. The shortest row fills it, so that no row
         gets more padding than without fillers."""
         fillers = self.physical_batch_size - len(rows) if self._fill else 0
         batch, sizes = join([*rows, *[rows[0]] * fillers])
         refuse_packed(batch)
         before = {} if sizes else sizes_by_mask(batch)
-        return PhysicalBatch(batch, len(rows) + fillers, sizes or before, bool(before), fillers)
+        return PhysicalBatch(batch, len(rows) + fillers, sizes or before, bool(before), fillers, unit_sizes)
 
 
 def is_of_targets(name: str) -> bool:

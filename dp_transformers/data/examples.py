@@ -6,11 +6,15 @@ Nothing of one example can get into the row of another, since the collator never
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..clipping.errors import warn_once
 from ..runtime.randomness import SecretSeeds, generators_apart, require_unseeded
+
+logger = logging.getLogger(__name__)
 
 
 class Examples:
@@ -21,14 +25,15 @@ class Examples:
         dataset: A map-style data set.
         collate: The collator, which makes a batch of a list of examples.
         seeds: The seeds of the global generators of Python, NumPy and torch.
+        views: The number of times that each index comes, one after the other, under different random numbers.
 
     Raises:
         ValueError: the collator draws from a seed of its own.
     """
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: SecretSeeds):
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: SecretSeeds, *, views: int = 1):
         _refuse_known_seed(collate)
-        self.dataset, self._collate, self._seeds = dataset, collate, seeds
+        self.dataset, self._collate, self._seeds, self._views = dataset, collate, seeds, views
         self._drawn: dict[str, set[str]] = {"example": set(), "row": set()}  # the generators that were drawn from
 
     def of_draw(self, indices: Sequence[int], draw: int) -> list[Any]:
@@ -54,10 +59,15 @@ class Examples:
         drawn, before, made = self._drawn[what], generators_apart(), list[Any]()
         for n, i in enumerate(indices):
             if drawn:
-                self._seeds.reseed(f"{what} {i} of draw {draw}", drawn)
+                view = f"view {n % self._views} of " if self._views > 1 else ""
+                self._seeds.reseed(f"{view}{what} {i} of draw {draw}", drawn)
             made.append(make(n))
         now = generators_apart()
         if not (new := {k for k, state in before.items() if state != now[k]} - drawn):
+            if self._views > 1 and what == "row" and not any(self._drawn.values()):
+                warn_once(
+                    logger, "views", "all views of a row are equal: neither data set nor collator draws randomly."
+                )
             return made
         drawn |= new
         return self._each(what, indices, draw, make)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from ..clipping import PerExampleClipper
 from ..mechanism.accounting.accountants import Accountant, check_accountant
-from ..mechanism.mechanism import Mechanism, PrivacyUnit
+from ..mechanism.mechanism import Mechanism
 from ..mechanism.sampling import steps_of_epochs
 from ..noise.generators import check_noise_source
 from ..reports import certificate
@@ -177,7 +177,6 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         max_grad_norm: float | None = None,
         mechanism: Mechanism | None = None,
-        max_examples_per_person: int = 1,
         **options: Unpack[LoopOptions],
     ) -> tuple:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by one of private draws.
@@ -191,8 +190,9 @@ class PrivacyEngine:
             noise_multiplier: σ. The noise on the summed gradients has standard deviation σ · max_grad_norm.
             max_grad_norm: The bound C on each example's gradient norm.
             mechanism: Sampling, clipping, noise and what else ε depends on, in the place of ``noise_multiplier``,
-                ``max_grad_norm``, ``clipping``, ``max_examples_per_person``, ``loss_bound`` and ``loss_noise_factor``,
-                from which a mechanism is built otherwise. It must be for this data set and batch size.
+                ``max_grad_norm``, ``clipping``, ``max_examples_per_person``, ``rows_per_unit``, ``loss_bound`` and
+                ``loss_noise_factor``, from which a mechanism is built otherwise. It must be for this data set and
+                batch size.
             criterion: A loss module with ``reduction``. It comes back as one whose result is differentiated per
                 example.
             loss_reduction: "mean" or "sum": how a loss on which you call ``backward()`` is reduced over the *rows of
@@ -219,6 +219,13 @@ class PrivacyEngine:
                 others that are new.
             max_examples_per_person: How many rows of the data one person may have. ε protects one row;
                 :meth:`privacy_spent` then also says what protects all rows of one person.
+            unit_column: The column that names the owner of a row, or the owner of each row. ε then protects a person:
+                draws choose persons (of whom the loader's batch size counts), take at most ``rows_per_unit`` rows of
+                each, and the mean of their gradients is clipped. With ``max_examples_per_person`` above 1 draws choose
+                rows, and of each person that many are kept at most. It needs losses of examples.
+            rows_per_unit: How many rows of a drawn person take part in a step at most, chosen at random; 4 by default.
+            augmentation_multiplicity: How many times K each drawn row is loaded, under random numbers of its own. The
+                mean of the K gradients is clipped (De et al. 2022), at no cost in ε. It needs losses of examples.
             loss_bound: With it :attr:`private_loss` is released in each step: the mean of the losses, each clipped to
                 [0, ``loss_bound``], with noise of its own that ε covers. It needs losses of examples: a ``criterion``
                 or ``loss_reduction="none"``.
@@ -232,21 +239,21 @@ class PrivacyEngine:
         Raises:
             ValueError: the loop cannot be trained privately as it is. The message says what to do.
         """
-        loop = self._plain_loop("make_private", module, optimizer, data_loader, options)
+        loop = self._plain_loop("make_private", module, optimizer, data_loader, options, mechanism)
 
         def planned() -> Mechanism:
-            loop.require_trainable(PrivacyUnit(max_examples_per_person) if mechanism is None else mechanism.unit)
+            loop.require_trainable()
             if mechanism is None:
                 if noise_multiplier is None or max_grad_norm is None:
                     raise ValueError(
                         "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
                     )
-                return loop.mechanism(noise_multiplier, max_grad_norm, max_examples_per_person)
+                return loop.mechanism(noise_multiplier, max_grad_norm)
             described = (loop.clipping, loop.loss_bound, loop.loss_noise_factor)
-            given = (noise_multiplier, max_grad_norm, max_examples_per_person, *described)
-            if given != (None, None, 1, "flat", None, 10.0):
+            of_unit = (loop.max_examples_per_person, loop.rows_per_unit)
+            if (noise_multiplier, max_grad_norm, *of_unit, *described) != (None, None, 1, None, "flat", None, 10.0):
                 raise ValueError(
-                    "noise_multiplier, max_grad_norm, clipping, max_examples_per_person, loss_bound or "
+                    "noise_multiplier, max_grad_norm, clipping, max_examples_per_person, rows_per_unit, loss_bound or "
                     "loss_noise_factor is given beside a mechanism, which says them: leave them out."
                 )
             return mechanism
@@ -263,7 +270,6 @@ class PrivacyEngine:
         target_delta: float,
         epochs: float,
         max_grad_norm: float,
-        max_examples_per_person: int = 1,
         **options: Unpack[LoopOptions],
     ) -> tuple:
         """Do what :meth:`make_private` does, with the least noise such that ``epochs`` passes over the loader spend
@@ -277,7 +283,8 @@ class PrivacyEngine:
             target_delta: The δ that it is stated at, between 0 and 1/N for N training examples.
             epochs: The number of passes over the loader that is planned.
             max_grad_norm: The bound C on each example's gradient norm.
-            options: ``criterion``, ``loss_reduction``, ``batch_first``, ``max_physical_batch_size``,
+            options: ``max_examples_per_person``, ``unit_column``, ``rows_per_unit``, ``augmentation_multiplicity``,
+                ``criterion``, ``loss_reduction``, ``batch_first``, ``max_physical_batch_size``,
                 ``fill_physical_batches``, ``clipping``, ``clipping_mode``, ``memory_budget``, ``poisson_sampling``,
                 ``self_check``, ``loss_bound`` and ``loss_noise_factor``, as in :meth:`make_private`.
         """
@@ -289,23 +296,29 @@ class PrivacyEngine:
         loop = self._plain_loop("make_private_with_epsilon", module, optimizer, data_loader, options)
 
         def planned() -> Mechanism:
-            loop.require_trainable(PrivacyUnit(max_examples_per_person), delta=target_delta)
+            loop.require_trainable(delta=target_delta)
             steps = steps_of_epochs(epochs, loop.sampling.num_examples, loop.sampling.expected_batch_size)
-            return loop.mechanism(1.0, max_grad_norm, max_examples_per_person, steps).calibrated(
+            return loop.mechanism(1.0, max_grad_norm, steps).calibrated(
                 target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant
             )
 
         return self._start(loop, planned, delta=target_delta, target_epsilon=target_epsilon)
 
     def _plain_loop(
-        self, where: str, module: nn.Module, optimizer: torch.optim.Optimizer, data_loader: DataLoader, options: Any
+        self,
+        where: str,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader,
+        options: Any,
+        mechanism: Mechanism | None = None,
     ) -> PlainLoop:
         """Return the loop that the engine is given, of which nothing is checked but the names of options."""
         if self._loop is not None:
             raise ValueError("this engine is already used: take another PrivacyEngine; what both spend adds up.")
         known = LoopOptions.__annotations__
         refuse_unknown((name for name in options if name not in known), where, known)
-        return PlainLoop(module, optimizer, data_loader, **options)
+        return PlainLoop(module, optimizer, data_loader, mechanism, **options)
 
     def _start(
         self,

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from ..checks.validation import validate_training_data
 from ..data.draws import LogicalBatches
 from ..mechanism.sampling import DrawSampler
 from ..step.step import PrivateStep
@@ -68,9 +67,8 @@ class PrivateLoader:
                 yield given.batch.rows
 
 
-def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | None = None) -> None:
-    """Raise ValueError for a loader with data that Poisson sampling cannot draw from, that do not fit ``delta``, or
-    that have a stored row more than ``max_examples_per_person`` times."""
+def check_loader(loader: Any) -> None:
+    """Raise ValueError for a loader whose batches Poisson sampling cannot draw."""
     if not isinstance(loader, DataLoader):
         raise ValueError(f"data_loader must be a torch DataLoader, not {type(loader).__name__}.")
     if loader.batch_size is None:
@@ -85,9 +83,3 @@ def check_loader(loader: Any, *, max_examples_per_person: int, delta: float | No
             "probability. Build the DataLoader without sampler=; for a part of a data set give it "
             "torch.utils.data.Subset(dataset, indices)."
         )
-    validate_training_data(
-        loader.dataset,
-        target_delta=delta,
-        expected_batch_size=loader.batch_size,
-        max_examples_per_person=max_examples_per_person,
-    )

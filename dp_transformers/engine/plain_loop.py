@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, cast
+from functools import cached_property
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ..checks.validation import validate_model, validate_optimizer
+from ..checks.validation import validate_model, validate_optimizer, validate_training_data
 from ..clipping import PerExampleClipper
 from ..clipping.hooks import refuse_attached
 from ..clipping.parallel.dtensor import to_local
 from ..data.draws import LogicalBatches, draws_dataloader
+from ..data.units import Units, units_of
 from ..mechanism.clipping_functions import clipping_of
 from ..mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from ..mechanism.noise import IndependentNoise
@@ -41,6 +43,10 @@ _REPEATED_OPTIONS = (  # "generator" is left out, since it seeds the workers, an
 class LoopOptions(TypedDict, total=False):
     """The options of a :class:`PlainLoop`, which have defaults."""
 
+    max_examples_per_person: int
+    unit_column: str | Sequence[Any] | None
+    rows_per_unit: int | None
+    augmentation_multiplicity: int
     criterion: nn.Module | None
     loss_reduction: str
     batch_first: bool
@@ -65,6 +71,11 @@ class PlainLoop:
     module: nn.Module
     optimizer: torch.optim.Optimizer
     data_loader: DataLoader
+    given_mechanism: Mechanism | None
+    max_examples_per_person: int = 1
+    unit_column: str | Sequence[Any] | None = None
+    rows_per_unit: int | None = None
+    augmentation_multiplicity: int = 1
     criterion: nn.Module | None = None
     loss_reduction: str = "mean"
     batch_first: bool = True
@@ -85,15 +96,27 @@ class PlainLoop:
                 object.__setattr__(self, name, private.given)
 
     @property
+    def unit(self) -> PrivacyUnit:
+        """The privacy unit, which the mechanism says, or else the options."""
+        if self.given_mechanism is not None:
+            return self.given_mechanism.unit
+        owners = self.unit_column
+        column = owners if owners is None or isinstance(owners, str) else "owner"
+        return PrivacyUnit.of(self.max_examples_per_person, column, self.rows_per_unit)
+
+    @cached_property
+    def rows(self) -> tuple[Any, Units | None]:
+        """The training data, and what draws choose, if not rows."""
+        return units_of(self.data_loader.dataset, self.unit, self.unit_column, self.augmentation_multiplicity)
+
+    @property
     def sampling(self) -> PoissonSampling:
         """Poisson draws in the place of the loader's batches. :func:`.check_loader` must have passed."""
-        dataset, size = self.data_loader.dataset, self.data_loader.batch_size
-        assert isinstance(dataset, Sized) and size is not None
-        return PoissonSampling(len(dataset), size)
+        (dataset, units), size = self.rows, self.data_loader.batch_size
+        assert size is not None
+        return PoissonSampling(len(dataset if units is None else units), size)
 
-    def mechanism(
-        self, noise_multiplier: float, max_grad_norm: float, max_examples_per_person: int, steps: int | None = None
-    ) -> Mechanism:
+    def mechanism(self, noise_multiplier: float, max_grad_norm: float, steps: int | None = None) -> Mechanism:
         """Return the mechanism that clips the examples of this loop to one bound and adds independent noise, also to
         their losses if ``loss_bound`` is given."""
         releases: tuple[Release, ...] = ()
@@ -106,12 +129,12 @@ class PlainLoop:
             noise=IndependentNoise(noise_multiplier),
             steps=steps,
             releases=releases,
-            unit=PrivacyUnit(max_examples_per_person),
+            unit=self.unit,
         )
 
-    def require_trainable(self, unit: PrivacyUnit, *, delta: float | None = None) -> None:
-        """Raise ValueError for a loop that no mechanism could train privately, or not at ``delta``, or not with
-        ``unit``. Nothing is changed."""
+    def require_trainable(self, *, delta: float | None = None) -> None:
+        """Raise ValueError for a loop that no mechanism could train privately, or not at ``delta``. Nothing is
+        changed."""
         if not self.poisson_sampling:
             raise ValueError(
                 "poisson_sampling=False is not supported, since epsilon is computed for Poisson sampling. Leave it "
@@ -124,7 +147,11 @@ class PlainLoop:
         if not self.module.training:
             raise ValueError("the model is in evaluation mode: call model.train() before make_private.")
         validate_model(self.module)
-        check_loader(self.data_loader, max_examples_per_person=unit.max_examples_per_person, delta=delta)
+        check_loader(loader := self.data_loader)
+        if self.unit.is_person and self.unit_column is None:
+            raise ValueError("the mechanism protects persons: say who owns each row, by unit_column=.")
+        assert loader.batch_size is not None
+        validate_training_data(*self.rows, target_delta=delta, expected_batch_size=loader.batch_size, unit=self.unit)
         if not hasattr(self.optimizer, "_optimizer_step_pre_hooks"):  # one that wraps another may have its own
             raise ValueError(
                 f"optimizer is a {type(self.optimizer).__name__} around another one. Hand over the one inside: with "
@@ -199,7 +226,7 @@ class PlainLoop:
         off = abs(sampling.expected_batch_size - own.expected_batch_size)  # the former may be no whole number
         if sampling.num_examples != own.num_examples or off >= 1:
             raise ValueError(
-                f"the mechanism is for {sampling.num_examples} examples and an expected batch size of "
+                f"the mechanism is for {sampling.num_examples} {mechanism.unit.noun}s and an expected batch size of "
                 f"{sampling.expected_batch_size:g}, but data_loader has {own.num_examples} and "
                 f"batch_size={loader.batch_size}. Build both for the same data, and give the DataLoader "
                 f"batch_size={round(sampling.expected_batch_size)}."
@@ -213,14 +240,16 @@ class PlainLoop:
                 f"{sampling.kind!r} may have any: give max_physical_batch_size as well, or a sampling with a largest "
                 "draw (TruncatedPoissonSampling, FixedOrderSampling)."
             )
+        dataset, units = self.rows
         draws = LogicalBatches(
-            loader.dataset,
+            dataset,
             loader.collate_fn,
-            size or largest or sampling.num_examples,
+            size or (largest or sampling.num_examples) * (1 if units is None else units.largest),
             seeds,
             fill=self.fill_physical_batches,
             largest_draw=largest,
             copies=mechanism.unit.max_examples_per_person,
+            units=units,
         )
         options = {name: getattr(loader, name) for name in _REPEATED_OPTIONS if hasattr(loader, name)}
         options["worker_init_fn"] = options.get("worker_init_fn") or seed_worker
@@ -231,6 +260,13 @@ class PlainLoop:
             raise ValueError(
                 "the model is tensor-parallel, for which PrivacyEngine does not draw batches: use DPTrainer, or "
                 "PerExampleClipper with ShardedNoise in a loop that gives each group its examples (docs/scaling.md)."
+            )
+        units = self.rows[1]
+        if units is not None and units.largest > 1 and self.criterion is None and self.loss_reduction != "none":
+            raise ValueError(
+                "rows of a unit are averaged before they are clipped, but loss.backward() hands over one loss for the "
+                "batch. Give make_private a criterion, or loss_reduction='none' and call engine.backward(losses) with "
+                "losses of shape (B,)."
             )
         releases_loss = [release.name for release in mechanism.releases] == [LOSS]  # the step refuses others
         if releases_loss and self.criterion is None and self.loss_reduction != "none":

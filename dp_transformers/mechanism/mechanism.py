@@ -29,28 +29,59 @@ if TYPE_CHECKING:
 Steps = Mapping[StepParameters, int]  # number of steps with these parameters
 
 NO_BOUND = "epsilon is infinite: there is no bound for so little noise"
-UNIT = "one row of the training data"
 
 
 @dataclass(frozen=True)
 class PrivacyUnit:
-    """The privacy unit: one row of the training data, and all rows of a person who has at most
-    ``max_examples_per_person``.
+    """The privacy unit: what is hidden by ε when it is added to the training data or removed.
+
+    It is one row, and all rows of a person who has at most ``max_examples_per_person``. With a ``column`` of owners,
+    and without that bound, it is a person: draws choose persons, and of a drawn one at most ``rows_per_step`` rows,
+    whose mean gradient is clipped.
 
     Example::
 
         >>> from dp_transformers import PrivacyUnit
-        >>> PrivacyUnit(max_examples_per_person=30)
-        PrivacyUnit(max_examples_per_person=30)
+        >>> PrivacyUnit(max_examples_per_person=30).noun, PrivacyUnit(column="patient_id", rows_per_step=4).noun
+        ('row', 'person')
     """
 
     max_examples_per_person: int = 1
+    column: str | None = None
+    rows_per_step: int = 1
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_examples_per_person, int) or self.max_examples_per_person < 1:
+        for name in ("max_examples_per_person", "rows_per_step"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}.")
+        if self.rows_per_step > 1 and not self.is_person:
             raise ValueError(
-                f"max_examples_per_person must be an int of at least 1, got {self.max_examples_per_person!r}."
+                f"{self.rows_per_step} rows of one person are clipped together only where draws choose persons: name "
+                "the column of their owner, and leave max_examples_per_person out."
             )
+
+    @classmethod
+    def of(cls, max_examples_per_person: int, column: str | None, rows_per_unit: int | None) -> PrivacyUnit:
+        """Return the unit that the arguments of a training say. A drawn person has 4 rows at most if they do not."""
+        default = 4 if column is not None and max_examples_per_person == 1 else 1
+        return cls(max_examples_per_person, column, default if rows_per_unit is None else rows_per_unit)
+
+    @property
+    def is_person(self) -> bool:
+        """True if draws choose persons, so that ε is for one of them."""
+        return self.column is not None and self.max_examples_per_person == 1
+
+    @property
+    def noun(self) -> str:
+        """The word for what one draw chooses: "row" or "person"."""
+        return "person" if self.is_person else "row"
+
+    def __str__(self) -> str:
+        return f"one person (all rows with one '{self.column}')" if self.is_person else "one row of the training data"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON, without a column where there is none."""
+        return {name: value for name, value in asdict(self).items() if self.column is not None or "max" in name}
 
 
 @dataclass(frozen=True)
@@ -334,7 +365,7 @@ class Mechanism:
             "noise": self.noise.to_dict(),
             "steps": self.steps,
             "releases": [asdict(release) for release in self.releases],
-            "unit": asdict(self.unit),
+            "unit": self.unit.to_dict(),
         }
 
     @classmethod

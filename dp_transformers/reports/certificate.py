@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..mechanism.mechanism import NO_BOUND, UNIT
+from ..mechanism.mechanism import NO_BOUND
 from ..step.ledger import LEDGER_NAME, Ledger, PrivacyStateError, flush_to_disk
 from .recompute import RecordedRun, Spent, recorded_runs, spent
 
@@ -163,7 +163,7 @@ def summary(runs: Sequence[RecordedRun], delta: float | None = None) -> dict[str
         "private": not reasons,
         "not_private_because": reasons,
         "verified": all(run.verified for run in runs),
-        "unit": UNIT,
+        "unit": str(runs[0].mechanism.unit),
         "total": _numbers(total),
         "runs": [_describe(run, own) for run, own in zip(runs, each, strict=True)],
     }

@@ -30,11 +30,11 @@ _BLUE, _GREY = "#1f5f8b", "#9aa5b1"
 _PICTURES = {
     "epsilon_over_steps": (
         "privacy_epsilon.png",
-        "ε spent for one row over the steps of all trainings together.",
+        "ε spent over the steps of all trainings together.",
     ),
     "detection": (
         "privacy_detection.png",
-        "Largest rate of detection of one row, by the accountant's privacy curve.",
+        "Largest rate of detection, by the accountant's privacy curve.",
     ),
 }
 
@@ -107,9 +107,7 @@ def epsilon_over_steps(points: list[tuple[int, float]], delta: float) -> bytes:
     steps, epsilons = zip(*points, strict=True)
     axes.plot(steps, epsilons, color=_BLUE, linewidth=2)
     axes.plot(steps[-1:], epsilons[-1:], "o", color=_BLUE, markersize=5)
-    axes.set(
-        xlabel="steps", ylabel=f"ε for one row at δ = {delta:g}", xlim=(0, None), ylim=(0, 1.1 * max(epsilons) or 1)
-    )
+    axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}", xlim=(0, None), ylim=(0, 1.1 * max(epsilons) or 1))
     axes.locator_params(axis="x", integer=True)
     _say(axes, up(epsilons[-1]), steps[-1], epsilons[-1], (-9, 3))
     return _png(figure)
@@ -125,7 +123,7 @@ def detection(curve: PrivacyCurve) -> bytes:
         found = curve.detection(alarm)
         axes.plot([alarm], [found], "o", color=_BLUE, markersize=5)
         _say(axes, percent(found), alarm, found, (-7, 5))
-    axes.set(xscale="log", yscale="log", xlabel="rate of false alarms", ylabel="rate of detection of one row")
+    axes.set(xscale="log", yscale="log", xlabel="rate of false alarms", ylabel="rate of detection")
     axes.set(xlim=(1e-4, 1), ylim=(1e-4, 1.3))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: percent(value))

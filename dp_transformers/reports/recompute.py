@@ -75,6 +75,7 @@ class Spent:
     delta: float
     accountant: str
     relation: str
+    protects: str
     max_examples_per_person: int
     steps: int
 
@@ -148,7 +149,7 @@ def is_other_data(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _fixed_part(mechanism: Mechanism) -> Mechanism:
     """Return a mechanism without the parts that may change when a run is resumed."""
-    return replace(mechanism, steps=None, unit=PrivacyUnit())
+    return replace(mechanism, steps=None, unit=replace(mechanism.unit, max_examples_per_person=1))
 
 
 def _with_unit(state: PrivacyState, unit: PrivacyUnit) -> PrivacyState:
@@ -171,12 +172,13 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
         ValueError: no run has a δ, it is not below 1/N, or the runs have different neighbouring relations, so that
             there is no common ε.
     """
-    relations = {run.mechanism.sampling.relation for run in runs}
-    if len(relations) > 1:
+    neighbours = {(run.mechanism.sampling.relation, run.mechanism.unit.noun) for run in runs}
+    if len(neighbours) > 1:
+        differ = " and by ".join(sorted(f"{relation!r} of a {noun}" for relation, noun in neighbours))
         raise ValueError(
-            f"the runs do not add up to one epsilon, since neighbours differ by {' and by '.join(sorted(relations))}: "
-            "state the epsilon of each."
+            f"the runs do not add up to one epsilon, since neighbours differ by {differ}: state the epsilon of each."
         )
+    ((relation, noun),) = neighbours
     deltas = [run.state.delta for run in runs if run.state.delta is not None]
     if delta is None and not deltas:
         raise ValueError("no run has a delta at which to state its epsilon: give one (delta=, --delta).")
@@ -190,7 +192,8 @@ def spent(runs: Sequence[RecordedRun], delta: float | None = None) -> Spent:
         epsilon_per_person=epsilon if rows == 1 else epsilon_of(runs, delta, accountant, rows),
         delta=delta,
         accountant=accountant,
-        relation=relations.pop(),
+        relation=relation,
+        protects=noun,
         max_examples_per_person=rows,
         steps=sum(run.steps for run in runs),
     )

@@ -11,10 +11,19 @@ if TYPE_CHECKING:
 
 # the difference between neighbouring data sets
 CHANGES = {
-    "add_or_remove_one": "adding or removing one row of the training data",
-    "replace_special": "replacing one row of the training data by an empty one",
-    "replace_one": "replacing one row of the training data by another",
+    "add_or_remove_one": "adding or removing one {} of the training data",
+    "replace_special": "replacing one {} of the training data by an empty one",
+    "replace_one": "replacing one {} of the training data by another",
 }
+
+
+def noun(certificate: Mapping[str, Any]) -> str:
+    """Return the word for what is protected: "row" or "person"."""
+    return certificate["total"].get("protects", "row")
+
+
+def _change(total: Mapping[str, Any]) -> str:
+    return CHANGES[total["relation"]].format(total.get("protects", "row"))
 
 
 def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
@@ -23,17 +32,19 @@ def paragraph(certificate: Mapping[str, Any], curve: PrivacyCurve) -> str:
         reasons = "; ".join(certificate["not_private_because"])
         return f"This training gives no guarantee of privacy ({reasons}). Do not claim one for any model from it."
     total = certificate["total"]
-    delta, k = total["delta"], total["max_examples_per_person"]
+    delta, k, one = total["delta"], total["max_examples_per_person"], noun(certificate)
     found = up(100 * curve.detection(0.01), 3)
     sentences = [
         f"The training was differentially private with ε = {up(total['epsilon'])} at δ = {delta:g}, for "
-        f"{CHANGES[total['relation']]}: everything that was released would have come out with nearly the same "
-        "probability without any one of the rows.",
-        "Suppose that somebody has the model, every intermediate result and all other rows, and wrongly accuses 1 of "
-        f"100 rows that were not used: of 100 rows that were used they find at most {found}"
+        f"{_change(total)}: everything that was released would have come out with nearly the same "
+        f"probability without any one of the {one}s.",
+        f"Suppose that somebody has the model, every intermediate result and all other {one}s, and wrongly accuses 1 "
+        f"of 100 {one}s that were not used: of 100 {one}s that were used they find at most {found}"
         ", where guessing finds 1.",
     ]
-    if k == 1:
+    if one == "person":
+        sentences.append("All rows of a person are protected together, however many there are.")
+    elif k == 1:
         sentences.append("Somebody who has several rows in the data is protected less than somebody who has one.")
     else:
         sentences.insert(0, _person(total))
@@ -75,7 +86,7 @@ def epsilons(total: Mapping[str, Any]) -> list[tuple[str, float | None]]:
     """Return names and values of ε, first for a person if a person may have several rows."""
     k = total["max_examples_per_person"]
     person = [(f"ε for all rows of one person ({k} at most)", total["epsilon_per_person"])] if k > 1 else []
-    return [*person, ("ε for one row", total["epsilon"])]
+    return [*person, (f"ε for one {total.get('protects', 'row')}", total["epsilon"])]
 
 
 def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str, str]]:
@@ -85,8 +96,8 @@ def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str
         ("Private", _private(certificate)),
         *((name, up(epsilon, 6)) for name, epsilon in epsilons(total)),
         ("δ", f"{total['delta']:g}"),
-        ("Neighbouring data sets", f"{CHANGES[total['relation']]} ({total['relation']})"),
-        ("Most rows of one person", str(total["max_examples_per_person"])),
+        ("Neighbouring data sets", f"{_change(total)} ({total['relation']})"),
+        ("Most rows of one person", "any" if noun(certificate) == "person" else str(total["max_examples_per_person"])),
         ("Accountant", total["accountant"]),
         ("Steps", str(total["steps"])),
         ("Trainings", str(len(certificate["runs"]))),
@@ -98,7 +109,8 @@ def table(certificate: Mapping[str, Any], curve: PrivacyCurve) -> list[tuple[str
 
     detections = ceilings(curve).items()
     return rows + [
-        (f"Largest detection rate of one row at {percent(a)} false alarms", percent(d)) for a, d in detections
+        (f"Largest detection rate of one {noun(certificate)} at {percent(a)} false alarms", percent(d))
+        for a, d in detections
     ]
 
 
@@ -117,7 +129,7 @@ def run_table(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("δ and accountant", f"{run['delta']:g}, {run['accountant']}"),
         ("Target ε", "none" if run["target_epsilon"] is None else f"{run['target_epsilon']:g}"),
         ("Steps", _steps(run)),
-        ("Rows (N)", f"{run['num_examples']:,}"),
+        (f"{run.get('protects', 'row').capitalize()}s (N)", f"{run['num_examples']:,}"),
         *((part.capitalize(), _values(run["mechanism"][part])) for part in ("sampling", "clipping", "noise")),
         ("Also in each step", "; ".join(map(_values, run["mechanism"]["releases"])) or "nothing"),
         ("Self-check", "passed before the first step" if run["verified"] else "NOT done"),

@@ -128,8 +128,8 @@ class PrivacyState:
         return json.loads((Path(folder) / STATE_NAME).read_text())
 
     def require(self, wanted: PrivacyState) -> None:
-        """Raise PrivacyStateError unless this saved state is that of ``wanted``. Run, number of steps and unit may
-        differ."""
+        """Raise PrivacyStateError unless this saved state is that of ``wanted``. Run, number of steps and
+        ``max_examples_per_person`` may differ."""
         before, now = self.settings(), wanted.settings()
         for name in [name for name in {**before, **now} if not name.startswith(_MAY_CHANGE)]:
             if (saved := before.get(name)) != (value := now.get(name)):
@@ -144,7 +144,7 @@ class PrivacyState:
         return {path.removeprefix("mechanism."): value for path, value in flat if path != "run_id"}
 
 
-_MAY_CHANGE = ("steps", "unit")
+_MAY_CHANGE = ("steps", "unit.max_examples_per_person")
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

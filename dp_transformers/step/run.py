@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
-from ..mechanism.mechanism import NO_BOUND, UNIT, Mechanism, PrivacyUnit
+from ..mechanism.mechanism import NO_BOUND, Mechanism
 from ..mechanism.values import StepParameters
 from ..reports.certificate import require_intact
 from ..reports.recompute import is_other_data
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class PrivacySpent:
     """The privacy that a training has spent so far: (epsilon, delta)-differential privacy for one row of the training
-    data, which is added or removed, or changed as ``neighboring_relation`` says.
+    data, or one person (``unit``), which is added or removed, or changed as ``neighboring_relation`` says.
 
     Attributes:
         epsilon: Infinite if the run is not private.
@@ -90,7 +90,7 @@ class PrivacySpent:
     @property
     def unit(self) -> str:
         """The protected unit, and N."""
-        return f"{UNIT} (N = {self.num_examples})"
+        return f"{self.mechanism.unit} (N = {self.num_examples})"
 
     @property
     def max_examples_per_person(self) -> int:
@@ -222,8 +222,11 @@ class PrivateRun:
 
     def spent_in_words(self) -> str:
         """Say the ε that the target is compared with: of one row, or of all rows of one person."""
-        k = self.mechanism.unit.max_examples_per_person
-        rows = f" for all rows of one person (max_examples_per_person={k})" if k > 1 else ""
+        unit = self.mechanism.unit
+        k = unit.max_examples_per_person
+        rows = (
+            f" for all rows of one person (max_examples_per_person={k})" if k > 1 else f" for {unit}" * unit.is_person
+        )
         return f"epsilon{rows} is {self.spent().epsilon_per_person:.4g} after {self.steps} steps"
 
     # ---- the clipping function ----
@@ -403,4 +406,6 @@ def _with_rows(state: PrivacyState, rows: int) -> PrivacyState:
         "max_examples_per_person is %d now, but this run was begun with %d, which stays until it ends.",
         now, rows,
     )  # fmt: skip
-    return replace(state, mechanism=replace(state.mechanism, unit=PrivacyUnit(rows)))
+    return replace(
+        state, mechanism=replace(state.mechanism, unit=replace(state.mechanism.unit, max_examples_per_person=rows))
+    )

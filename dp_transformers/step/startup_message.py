@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from ..clipping import PerExampleClipper
 from ..clipping.parallel.dtensor import to_local
 from ..mechanism.clipping_functions import NOT_CLIPPED
-from ..mechanism.mechanism import UNIT, Release
+from ..mechanism.mechanism import Release
 from ..mechanism.values import HOPELESS
 from .run import PrivateRun
 
 _NEIGHBOURS = {
     "add_or_remove_one": "adding or removing it",
-    "replace_special": "replacing it by a row without gradient (not N)",
-    "replace_one": "replacing it by another row (not N)",
+    "replace_special": "replacing it by a {} without gradient (not N)",
+    "replace_one": "replacing it by another {} (not N)",
 }
 
 _WHY = {  # "auto" takes a mode
@@ -62,18 +62,17 @@ def describe(run: PrivateRun, steps: int | None, clipper: PerExampleClipper, *fu
 
 def _protected(run: PrivateRun) -> str:
     """Say who is protected, or why nobody is."""
-    k, sampling = run.mechanism.unit.max_examples_per_person, run.mechanism.sampling
+    unit, sampling = run.mechanism.unit, run.mechanism.sampling
     if run.not_private_because:
         return f"NOT PRIVATE, nobody is protected (N = {sampling.num_examples}): {'; '.join(run.not_private_because)}"
-    persons = (
-        f"All rows of one person, {k} at most, are hidden together."
-        if k > 1
-        else "A person with k rows is hidden less; see max_examples_per_person."
-    )
-    return (
-        f"private training protects: {UNIT} (N = {sampling.num_examples}); {_NEIGHBOURS[sampling.relation]} is "
-        f"hidden. {persons}"
-    )
+    if unit.is_person:
+        persons = f"Of a drawn person {unit.rows_per_step} rows at most take part in a step."
+    elif unit.max_examples_per_person > 1:
+        persons = f"All rows of one person, {unit.max_examples_per_person} at most, are hidden together."
+    else:
+        persons = "A person with k rows is hidden less; name the column of owners, or see max_examples_per_person."
+    hidden = _NEIGHBOURS[sampling.relation].format(unit.noun)
+    return f"private training protects: {unit} (N = {sampling.num_examples}); {hidden} is hidden. {persons}"
 
 
 def _to_be_spent(run: PrivateRun) -> str:

@@ -18,7 +18,7 @@ each step of both loops.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -42,6 +42,8 @@ from .releases import NoisedShare, PrivateLoss, ReleasedGradients, loss_release
 from .run import PrivateRun
 
 logger = logging.getLogger(__name__)
+
+_ONE_LOSS = "make_private refuses a loop that hands over one loss"
 
 
 class PrivateStep:
@@ -252,29 +254,39 @@ class PrivateStep:
 
         Args:
             losses: (B,) with graph, one for each row of the batch; or the loss of the batch in a ``loss.backward()``.
-            weights: (B,) in [0, 1], default ones.
+                Those of a unit's rows are averaged.
+            weights: (B,) in [0, 1], default ones; (U,) of units.
 
         Returns:
-            (B,) float32: the gradient norms before clipping and weighting. They are private data.
+            (B,) float32: the gradient norms before clipping; (U,) of units, if the batch has units of several rows.
+            They are private data.
 
         Raises:
             ValueError: no sum may be formed of this batch, or of these losses.
         """
-        given = self.order.begin_sum(batch_size := self.clipper.engine.require_forward(losses).batch_size)
+        given = self.order.begin_sum(self.clipper.engine.require_forward(losses).batch_size)
         require_unseeded("the model's forward pass, or what ran between it and backward()")
         given.stage = Stage.SUMMING
-        if given.batch.fillers:
-            own_b = (torch.arange(batch_size) < given.batch.examples).float()
+        batch, unit_ids = given.batch, None
+        own, sizes = batch.examples, batch.unit_sizes
+        if sizes is not None and len(sizes) < own:
+            assert isinstance(losses, torch.Tensor), _ONE_LOSS
+            own = len(sizes)
+            losses, unit_ids = _averaged(losses, [*sizes, *[1] * batch.fillers])
+        if batch.fillers:
+            own_b = (torch.arange(own + batch.fillers) < own).float()
             weights = own_b if weights is None else weights * own_b.to(weights)
         self._sums.reduces = self._reduce_every_batch or given.last_of_draw
-        norms_b = self.clipper.backward(losses, weights, clipping=self.clipping, into=self._sums)
+        norms = self.clipper.backward(losses, weights, unit_ids=unit_ids, clipping=self.clipping, into=self._sums)
         given.stage = Stage.SUMMED
         if self._private_loss is not None:
-            assert isinstance(losses, torch.Tensor), "make_private refuses a loop that hands over one loss"
-            self._private_loss.add(losses.detach(), weights)
+            assert isinstance(losses, torch.Tensor), _ONE_LOSS
+            means = losses.detach()
+            means = means if unit_ids is None else torch.zeros_like(norms).index_add_(0, unit_ids, means.to(norms))
+            self._private_loss.add(means, weights)
         if self._share is not None:
-            self._share.add(norms_b[: given.batch.examples], self.clipping.sensitivity)
-        return norms_b
+            self._share.add(norms[:own], self.clipping.sensitivity)
+        return norms
 
     def clipped_sums(self) -> dict[str, torch.Tensor]:
         """Return copies of the clipped sums of the unfinished draw, by parameters' names. They have no noise, and are
@@ -349,3 +361,10 @@ class PrivateStep:
         else:
             self.gradients.drop()  # the optimizer steps with nothing
             given.stage = Stage.DONE
+
+
+def _averaged(losses_b: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the losses of rows, each divided by the number of rows of its unit, and the (B,) ids of the units."""
+    sizes_u = torch.tensor(sizes, device=losses_b.device)
+    unit_ids = torch.arange(len(sizes), device=losses_b.device).repeat_interleave(sizes_u)
+    return losses_b / sizes_u[unit_ids], unit_ids

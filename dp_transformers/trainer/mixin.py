@@ -24,8 +24,10 @@ from ..checks.validation import refuse_repeated_rows, validate_lengths, validate
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..clipping.parallel.fsdp2 import reshard
 from ..data.stored_rows import have_rows_in_common
+from ..data.units import Units, owners_in, units_of
 from ..losses.example_losses import ExampleLosses, runs_the_model
 from ..losses.heads import PerExampleLoss, default_loss_bound, find_per_example_loss, predicts_next_token
+from ..mechanism.mechanism import PrivacyUnit
 from ..reports.certificate import circumstances
 from ..reports.digest import describe_data
 from ..reports.pages import add_to
@@ -128,7 +130,9 @@ class DPTrainerMixin(Base):
     ):
         refuse_overrides(self, DPTrainerMixin)
         args = _private_arguments(args, kwargs)
-        _validate_rows(args, train_dataset)
+        self._owners: str | Sequence[Any] | None = args.privacy_unit_column
+        train_dataset, units = self._rows_and_units(args, train_dataset)
+        _validate_rows(args, train_dataset, units)
         if per_example_loss_func is None:
             refuse_unknown_loss(type(self), DPTrainerMixin)
         warn_about_replaced(type(self), DPTrainerMixin)
@@ -164,13 +168,25 @@ class DPTrainerMixin(Base):
         if train_dataset is not None:
             # a base class may have made other rows of it
             self.audit = None if audit is None else CanaryAudit(audit, self)  # leaves some of the canaries out
-            dataset: Any = self.train_dataset
-            _validate_rows(args, dataset)
-            _refuse_more_rows(len(dataset), len(train_dataset), args.max_examples_per_person)
+            made: Any = self.train_dataset
+            column = args.privacy_unit_column
+            if column is not None and column not in getattr(made, "column_names", [column]):
+                self._owners = owners_in(train_dataset, column)
+            _refuse_more_rows(len(made), len(train_dataset), args.privacy_unit)
+            dataset, units = self._rows_and_units(args, made)
+            _validate_rows(args, dataset, units)
             validate_lengths(self.model, dataset)
+            number = len(dataset if units is None else units)
             self._training = TrainerRun(
-                args, len(dataset), self._say, self._about, loss_bound=default_loss_bound(self.model)
+                args, number, self._say, self._about, loss_bound=default_loss_bound(self.model)
             )
+
+    def _rows_and_units(self, args: DPTrainingArguments, dataset: Any) -> tuple[Any, Units | None]:
+        """Return the training data without rows beyond a person's bound, and what a draw chooses in the place of
+        rows."""
+        if dataset is None:
+            return None, None
+        return units_of(dataset, args.privacy_unit, self._owners, args.augmentation_multiplicity)
 
     def _name_labels(self, per_example_loss_func: PerExampleLoss | None) -> None:
         """Set which columns hold labels for a loss of the user's, where the arguments leave it open."""
@@ -241,7 +257,8 @@ class DPTrainerMixin(Base):
                 "training requires a train_dataset: pass one to DPTrainer, or call evaluate() or predict() only."
             )
         # train_dataset may have been replaced since __init__
-        refuse_repeated_rows(self.train_dataset, self.args.max_examples_per_person)
+        if not self.args.privacy_unit.is_person:
+            refuse_repeated_rows(self.train_dataset, self.args.max_examples_per_person)
         # Trainer has no such attribute before transformers 5.19, where refuse_settings refuses such a model
         if resume_from_checkpoint and getattr(self, "is_distributed_loading_by_transformers", False):
             raise ValueError(
@@ -410,13 +427,13 @@ class DPTrainerMixin(Base):
 
     def get_train_dataloader(self) -> DataLoader:
         """Make a loader of the draws, each a [`~dp_transformers.data.draws.LogicalBatch`]."""
-        dataset: Any = self.train_dataset
+        dataset, units = self._rows_and_units(self.args, self.train_dataset)
         collator = self.training_collator()
         if _is_datasets(dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
         else:
             collator = self._get_collator_with_removed_columns(collator, description="training")
-        return self._private.loader(dataset, collator)
+        return self._private.loader(dataset, collator, units)
 
     def training_collator(self) -> Callable[[list[Any]], Any]:
         """Return what makes a training batch, with a row for each example, of a list of examples."""
@@ -592,19 +609,21 @@ def _private_arguments(args: Any, others: Mapping[str, Any]) -> DPTrainingArgume
     return args
 
 
-def _validate_rows(args: DPTrainingArguments, dataset: Any) -> None:
+def _validate_rows(args: DPTrainingArguments, dataset: Any, units: Units | None) -> None:
     assert args.expected_batch_size is not None, "it is derived when the arguments are made"
     validate_training_data(
         dataset,
+        units,
         target_delta=args.target_delta,
         expected_batch_size=args.expected_batch_size,
-        max_examples_per_person=args.max_examples_per_person,
+        unit=args.privacy_unit,
     )
 
 
-def _refuse_more_rows(made: int, given: int, max_examples_per_person: int) -> None:
+def _refuse_more_rows(made: int, given: int, unit: PrivacyUnit) -> None:
     """Raise ValueError if a base class made more rows of the given ones than the guarantee is for."""
-    if made > given * max_examples_per_person:
+    max_examples_per_person = unit.max_examples_per_person if unit.column is None else 1
+    if made > given * max_examples_per_person and not unit.is_person:
         least = -(-made // given)
         raise ValueError(
             f"the trainer made {made} rows of the {given} of train_dataset, but max_examples_per_person="

@@ -19,6 +19,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..clipping import PerExampleClipper
 from ..data.draws import LogicalBatches, draws_dataloader
+from ..data.units import Units
 from ..mechanism.sampling import DrawSampler, steps_of_epochs, steps_per_epoch
 from ..noise.generators import check_noise_source
 from ..reports import certificate
@@ -37,7 +38,7 @@ class TrainerRun:
 
     Args:
         args: The trainer's arguments. What they say of privacy is read here, once.
-        num_examples: The number of rows of the training data.
+        num_examples: The number of rows of the training data, or of the persons that draws choose.
         say: Shows a sentence to the user, once over all processes.
         about: What the ledger is to hold of the run besides its mechanism.
         loss_bound: The loss that an example counts with at most, where the arguments leave it open.
@@ -243,14 +244,19 @@ class TrainerRun:
             secure=self.secure,
         )
 
-    def loader(self, dataset: Any, collator: Callable[[list[Any]], Any]) -> DataLoader:
+    def loader(self, dataset: Any, collator: Callable[[list[Any]], Any], units: Units | None = None) -> DataLoader:
         """Make the loader of the draws, each a [`~dp_transformers.data.draws.LogicalBatch`]. All ranks call this
-        together."""
+        together.
+
+        Args:
+            units: What the draws choose, if not rows.
+        """
         if self._seeds is None:
             raise RuntimeError("draws exist only while train() runs: call train().")
-        if len(dataset) != self._num_examples:
+        number, unit = len(dataset if units is None else units), self.run.mechanism.unit
+        if number != self._num_examples:
             raise ValueError(
-                f"train_dataset has {len(dataset)} rows, but had {self._num_examples} when the trainer was made, "
+                f"train_dataset has {number} {unit.noun}s, but had {self._num_examples} when the trainer was made, "
                 "which is what epsilon is computed for: make another trainer with this train_dataset."
             )
         args, size = self._args, self._tp_size
@@ -262,7 +268,8 @@ class TrainerRun:
             self._seeds,
             fill=args.fill_physical_batches,
             largest_draw=sampler.largest_draw,
-            copies=self.run.mechanism.unit.max_examples_per_person,
+            copies=unit.max_examples_per_person,
+            units=units,
         )
         return draws_dataloader(
             self._draws,

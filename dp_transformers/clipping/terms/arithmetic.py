@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from typing import Any, TypeVar
 
@@ -84,42 +84,6 @@ def is_smaller_instantiated(left_btp: torch.Tensor, right_btd: torch.Tensor, num
     return times * t * (p * left_btp.element_size() + d * right_btd.element_size()) >= 4 * numbers
 
 
-@dataclass
-class Regrouping:
-    """The rows of units of one size (:mod:`..units`).
-
-    Attributes:
-        rows_ur: (U, R) indices of rows.
-        is_padding_ur: (U, R), True where a unit has fewer rows.
-    """
-
-    rows_ur: torch.Tensor
-    is_padding_ur: torch.Tensor
-
-    @cached_property
-    def _is_view(self) -> bool:
-        """True if the rows are in the order of the batch already."""
-        rows, number = self.rows_ur.flatten(), self.rows_ur.numel()
-        return not self._has_padding and torch.equal(rows, torch.arange(number, device=rows.device))
-
-    @cached_property
-    def _has_padding(self) -> bool:
-        return bool(self.is_padding_ur.any())
-
-    def apart(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (U, R, ...) of (B, ...), with zeros for padding."""
-        if self._is_view and len(x) == self.rows_ur.numel():
-            return x.unflatten(0, self.rows_ur.shape)
-        x = x[self.rows_ur]
-        if not self._has_padding:
-            return x
-        return x.masked_fill_(self.is_padding_ur.view(*self.rows_ur.shape, *[1] * (x.dim() - 2)), 0)
-
-    def joined(self, x: torch.Tensor) -> torch.Tensor:
-        """Return (U, R * T, ...) of (B, T, ...): the positions of all rows of a unit, one row after the other."""
-        return self.apart(x).flatten(1, 2)
-
-
 class LastResultCache:
     """Keeps the last result of each kind, and a weak reference to its input: layers with the same input (query, key,
     value) share work."""
@@ -140,6 +104,45 @@ class LastResultCache:
             return None
         storage, place, result = self._last[kind]
         return result if storage() is x.untyped_storage() and place == _place(x) else None
+
+
+@dataclass
+class Regrouping:
+    """The rows of units of one size (:mod:`..units`).
+
+    Attributes:
+        rows_ur: (U, R) indices of rows.
+        is_padding_ur: (U, R), True where a unit has fewer rows.
+        cache: Results that layers with the same input share.
+    """
+
+    rows_ur: torch.Tensor
+    is_padding_ur: torch.Tensor
+    cache: LastResultCache = field(default_factory=LastResultCache)
+
+    @cached_property
+    def _is_view(self) -> bool:
+        """True if the rows are in the order of the batch already."""
+        rows, number = self.rows_ur.flatten(), self.rows_ur.numel()
+        return not self._has_padding and torch.equal(rows, torch.arange(number, device=rows.device))
+
+    @cached_property
+    def _has_padding(self) -> bool:
+        return bool(self.is_padding_ur.any())
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (U, R, ...) of (B, ...), with zeros for padding."""
+        if self._is_view and len(x) == self.rows_ur.numel():
+            return x.unflatten(0, self.rows_ur.shape)
+        x = x[self.rows_ur]
+        if not self._has_padding:
+            return x
+        return x.masked_fill_(self.is_padding_ur.view(*self.rows_ur.shape, *[1] * (x.dim() - 2)), 0)
+
+    def joined(self, x: torch.Tensor, kind: str = "") -> torch.Tensor:
+        """Return (U, R * T, ...) of (B, T, ...): the positions of all rows of a unit, one row after the other. Of each
+        kind the last one is kept."""
+        return self.cache.get(f"joined {kind}", x, lambda x: self.apart(x).flatten(1, 2))
 
 
 def _place(x: torch.Tensor) -> tuple:

@@ -110,7 +110,7 @@ class Outer:
         return Outer(zero_rows(self.left, invalid_b), zero_rows(self.right, invalid_b))
 
     def regrouped(self, regrouping: Regrouping) -> Outer:
-        return Outer(regrouping.joined(self.left), regrouping.joined(self.right))
+        return Outer(regrouping.joined(self.left, "left"), regrouping.joined(self.right, "right"))
 
 
 @dataclass
