@@ -205,7 +205,7 @@ PREPARED = {
     "docs/before-you-train.md": [dict, dict],
     "docs/auditing.md": [dict],
     "docs/everyday.md": [
-        lambda: {**of_a_loop(), "itertools": itertools, "PrivacyEngine": dp_transformers.PrivacyEngine},
+        lambda: {**of_a_loop(), "PrivacyEngine": dp_transformers.PrivacyEngine},
         of_a_loop,
         of_rounds,
         of_triplets,

@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -313,6 +314,47 @@ def test_a_budget_knows_what_the_next_steps_cost(tmp_path):
     trainer = by_trainer(tmp_path, SCHEDULED, target_epsilon=target)
     trainer.train()
     assert trainer.privacy_spent().steps == 7 and trainer.privacy_spent().epsilon <= target
+
+
+@pytest.mark.table("trainings")
+@pytest.mark.parametrize("people", [1, 2])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_training_goes_on_until_the_budget_is_spent(loop, people, tmp_path):
+    """Steps are not given: the last is the last that the target has room for, also after a checkpoint."""
+    target = (
+        mechanism(unit=PrivacyUnit(people)).epsilon(DELTA, executed=[mechanism().planned(0, 7)], rows=people) * 1.001
+    )
+    spent, length = [], 0
+    if loop == "trainer":
+        options = {"target_epsilon": target, "noise_multiplier": 1.3, "max_grad_norm": BOUND, "expected_batch_size": EXPECTED,
+                   "max_examples_per_person": people, "loss_noise_factor": 1e9}  # fmt: skip
+        for callbacks in ([Stop(3)], []):
+            trainer = by_trainer(tmp_path, None, *callbacks, **options, num_train_epochs=math.inf, save_steps=3)
+            trainer.train(resume_from_checkpoint=bool(spent))
+            spent.append(trainer.privacy_spent())
+        length = trainer.state.max_steps
+        with pytest.raises(ValueError, match="until the budget is spent: give target_epsilon and noise_multiplier"):
+            by_trainer(tmp_path / "o", None, **{**options, "target_epsilon": None}, num_train_epochs=math.inf).train()
+    else:
+        given = {"target_epsilon": target, "target_delta": DELTA}
+        for _ in range(2):
+            engine, model, optimizer, loader = by_engine(mechanism(steps=None, unit=PrivacyUnit(people)), **given)
+            length = len(loader)
+            if spent:
+                engine.load_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if not spent and number == 2:
+                    engine.save_checkpoint(tmp_path / "c.pt", module=model, optimizer=optimizer)
+                    break
+            spent.append(engine.privacy_spent())
+            engine.detach()
+        with pytest.raises(ValueError, match="one step spends more than target_epsilon=0.01: give more noise"):
+            by_engine(mechanism(steps=None), target_epsilon=0.01, target_delta=DELTA)
+    assert [each.steps for each in spent] == [3, 7] and length == 7
+    assert spent[1].epsilon_per_person <= target
 
 
 def test_another_mechanism_is_refused_and_another_number_of_steps_is_not(tmp_path):

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
@@ -177,6 +178,8 @@ class PrivacyEngine:
         noise_multiplier: float | None = None,
         max_grad_norm: float | None = None,
         mechanism: Mechanism | None = None,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
         **options: Unpack[LoopOptions],
     ) -> tuple:
         """Attach to ``module`` and ``optimizer``, and replace ``data_loader`` by one of private draws.
@@ -231,6 +234,9 @@ class PrivacyEngine:
                 or ``loss_reduction="none"``.
             loss_noise_factor: The noise multiplier of that loss, over ``noise_multiplier``. At 10 and the same ε,
                 gradients take 0.5% more noise.
+            target_epsilon, target_delta: With both, the loader yields in one pass as many draws as stay within ε for
+                all rows of one person: ``for batch in loader`` ends when the budget is spent, ``len(loader)`` is the
+                number of steps.
 
         Returns:
             ``(module, optimizer, data_loader)``, or ``(module, optimizer, criterion, data_loader)`` if a criterion was
@@ -239,26 +245,36 @@ class PrivacyEngine:
         Raises:
             ValueError: the loop cannot be trained privately as it is. The message says what to do.
         """
+        if (target_epsilon is None) != (target_delta is None):
+            raise ValueError("target_epsilon and target_delta go together: give both, or neither.")
         loop = self._plain_loop("make_private", module, optimizer, data_loader, options, mechanism)
+        loop = replace(loop, is_one_pass=target_epsilon is not None)
 
         def planned() -> Mechanism:
-            loop.require_trainable()
+            loop.require_trainable(delta=target_delta)
+            if target_epsilon is None or target_delta is None:
+                return described()
+            return described().until_spent(
+                target_epsilon=target_epsilon, target_delta=target_delta, accountant=self._accountant
+            )
+
+        def described() -> Mechanism:
             if mechanism is None:
                 if noise_multiplier is None or max_grad_norm is None:
                     raise ValueError(
                         "make_private needs noise_multiplier and max_grad_norm, or a mechanism that says both."
                     )
                 return loop.mechanism(noise_multiplier, max_grad_norm)
-            described = (loop.clipping, loop.loss_bound, loop.loss_noise_factor)
+            of_loop = (loop.clipping, loop.loss_bound, loop.loss_noise_factor)
             of_unit = (loop.max_examples_per_person, loop.rows_per_unit)
-            if (noise_multiplier, max_grad_norm, *of_unit, *described) != (None, None, 1, None, "flat", None, 10.0):
+            if (noise_multiplier, max_grad_norm, *of_unit, *of_loop) != (None, None, 1, None, "flat", None, 10.0):
                 raise ValueError(
                     "noise_multiplier, max_grad_norm, clipping, max_examples_per_person, rows_per_unit, loss_bound or "
                     "loss_noise_factor is given beside a mechanism, which says them: leave them out."
                 )
             return mechanism
 
-        return self._start(loop, planned)
+        return self._start(loop, planned, delta=target_delta, target_epsilon=target_epsilon)
 
     def make_private_with_epsilon(
         self,

@@ -25,6 +25,7 @@ class PrivateLoader:
         step: The private step, which hands out their physical batches.
         given: The DataLoader of ``make_private``.
         max_physical_batch_size: The size of the largest physical batch; None for no limit.
+        is_one_pass: Whether iteration ends when the budget is spent.
 
     Attributes:
         given: The DataLoader of ``make_private``.
@@ -33,7 +34,15 @@ class PrivateLoader:
         steps_per_epoch: The number of draws in one pass, ``round(1 / q)``.
     """
 
-    def __init__(self, draws: DataLoader, step: PrivateStep, given: DataLoader, max_physical_batch_size: int | None):
+    def __init__(
+        self,
+        draws: DataLoader,
+        step: PrivateStep,
+        given: DataLoader,
+        max_physical_batch_size: int | None,
+        is_one_pass: bool = False,
+    ):
+        self._is_one_pass = is_one_pass
         self._draws, self._step, self._sampler = draws, step, cast(DrawSampler, draws.batch_sampler)
         sampling = self._sampler.sampling
         self.given, self.dataset, self.collate_fn = given, given.dataset, given.collate_fn
@@ -63,6 +72,8 @@ class PrivateLoader:
 
     def __iter__(self) -> Iterator[Any]:
         for draw in self._draws:
+            if self._is_one_pass and self._step.run.steps_left < 1:
+                return  # a run that was resumed has fewer steps left
             for given in self._step.physical_batches(draw):
                 yield given.batch.rows
 

@@ -88,6 +88,7 @@ class PlainLoop:
     self_check: bool = True
     loss_bound: float | None = None
     loss_noise_factor: float = 10.0
+    is_one_pass: bool = False  # the loader yields all the steps of the mechanism
 
     def __post_init__(self) -> None:
         """Take the loader and the criterion behind private ones, which a notebook has in a cell that runs twice."""
@@ -202,7 +203,7 @@ class PlainLoop:
                 None if self.criterion is None else PrivateCriterion.of(self.criterion, step, self.loss_reduction)
             )
             clipper.follow(step, self.loss_reduction if criterion is None else "none")
-            loader = PrivateLoader(draws, step, self.data_loader, self.max_physical_batch_size)
+            loader = PrivateLoader(draws, step, self.data_loader, self.max_physical_batch_size, self.is_one_pass)
             loop = PrivateLoop(step, self.optimizer, loader)
             undo.pop_all()
         seeds.reseed()
@@ -231,8 +232,12 @@ class PlainLoop:
                 f"batch_size={loader.batch_size}. Build both for the same data, and give the DataLoader "
                 f"batch_size={round(sampling.expected_batch_size)}."
             )
-        passes = steps_per_epoch(sampling.num_examples, sampling.expected_batch_size)
-        sampler = DrawSampler(sampling, passes, secret, distributed.rank(), distributed.world_size(), secure=secure)
+        draws_of_pass = steps_per_epoch(sampling.num_examples, sampling.expected_batch_size)
+        if self.is_one_pass and mechanism.steps is not None:
+            draws_of_pass = mechanism.steps
+        sampler = DrawSampler(
+            sampling, draws_of_pass, secret, distributed.rank(), distributed.world_size(), secure=secure
+        )
         largest = sampler.largest_draw
         if self.fill_physical_batches and size is None and largest is None:
             raise ValueError(

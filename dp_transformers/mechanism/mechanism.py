@@ -355,6 +355,21 @@ class Mechanism:
 
         return largest_within(epsilon_after, target_epsilon, limit, guess=guess)
 
+    def until_spent(
+        self, *, target_epsilon: float, target_delta: float, accountant: str | Accountant = "pld"
+    ) -> Mechanism:
+        """Return this mechanism with as many steps as stay within the target, ten million at most.
+
+        Raises:
+            ValueError: there is room for no step.
+        """
+        steps = self.affordable_steps(
+            target_epsilon=target_epsilon, delta=target_delta, limit=10_000_000, accountant=accountant, guess=1000
+        )
+        if not steps:
+            raise ValueError(f"one step spends more than target_epsilon={target_epsilon:g}: give more noise.")
+        return replace(self, steps=steps)
+
     # ---- JSON ----
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,9 +9,10 @@ import math
 import re
 import sys
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
@@ -57,7 +58,8 @@ class DPTrainingArguments(TrainingArguments):
 
         target_epsilon (`float`, *optional*):
             The privacy budget ε of the whole training. The noise is calibrated to it, unless `noise_multiplier` is
-            given as well, and training stops before the step that would exceed it.
+            given as well, and training stops before the step that would exceed it. With both and
+            `num_train_epochs=math.inf` it takes all the steps that the budget allows.
         target_delta (`float`):
             The δ of (ε, δ)-differential privacy: a probability, which must be given and smaller than 1/N for N
             training examples; 1e-6 is common.
@@ -261,6 +263,25 @@ class DPTrainingArguments(TrainingArguments):
         return mechanism.calibrated(
             target_epsilon=self.target_epsilon, target_delta=self.target_delta, accountant=self.accountant
         )
+
+    def steps_until_spent(self, num_examples: int, *, loss_bound: float | None = None) -> int:
+        """Return how many steps on so many examples stay within `target_epsilon`, with noise that is given.
+
+        Raises:
+            ValueError: there is no target or no noise, or the target has room for no step.
+        """
+        target, delta = self.target_epsilon, self.target_delta
+        if target is None or delta is None or self.mechanism is self.noise_multiplier is None:
+            raise ValueError(
+                "num_train_epochs=inf trains until the budget is spent: give target_epsilon and noise_multiplier, or "
+                "a number of epochs."
+            )
+        private = copy(self)
+        private.without_privacy = False  # its twin takes as many steps
+        mechanism = private.mechanism_for(num_examples, 1, loss_bound=loss_bound).until_spent(
+            target_epsilon=target, target_delta=delta, accountant=self.accountant
+        )
+        return cast(int, mechanism.steps)
 
     def _releases(self, sigma: float, loss_bound: float | None, saved: Mechanism | None) -> tuple[Release, ...]:
         """Return the release of the loss, or none: for a run that was begun without it, or has no noise."""

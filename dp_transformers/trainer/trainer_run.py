@@ -3,6 +3,7 @@ and is resumed from checkpoints, and, while Trainer's loop runs, the draws and t
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -69,6 +70,8 @@ class TrainerRun:
         self._seeds: SecretSeeds | None = None  # while Trainer's loop runs, as are the draws and the step
         self._draws: LogicalBatches | None = None
         self._step: PrivateStep | None = None
+        if math.isinf(args.num_train_epochs):
+            args.max_steps = args.steps_until_spent(num_examples, loss_bound=loss_bound)
         steps = self._planned_steps(args.expected_batch_size)
         if steps < 1:
             given = f"num_train_epochs={args.num_train_epochs} and max_steps={args.max_steps}"
