@@ -16,6 +16,7 @@ import violations
 from neighbours import Task, points, texts, trainer_for
 from oracle import clipped_sum, distance, length
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
 from transformers import IBertConfig, IBertForSequenceClassification, RwkvConfig, RwkvModel, TrainerCallback
 
@@ -25,6 +26,18 @@ from dp_transformers.clipping.checks.oracle import Oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:dp_seed")
 LR, BOUND = 0.5, 0.3
+
+
+def test_what_a_weight_of_several_tensors_holds_is_summed():
+    """torchao's weights have no bits of their own, only those of the tensors that they are made of."""
+    parts = torch.arange(12.0), torch.arange(12.0)
+    both = TwoTensor(*parts)
+    before = model_state._sum_of_bits(both)
+    assert model_state._sum_of_bits(both) == before
+    for part in parts:
+        part[3] += 1
+        assert model_state._sum_of_bits(both) != before
+        before = model_state._sum_of_bits(both)
 
 
 class Keeps(nn.Module):

@@ -393,6 +393,8 @@ def _version_of(t: torch.Tensor) -> int | None:
 
 
 def _sum_of_bits(t: torch.Tensor) -> torch.Tensor:
+    if hasattr(t, "__tensor_flatten__"):  # a weight that torchao quantised
+        return torch.stack([_sum_of_bits(getattr(t, name)) for name in t.__tensor_flatten__()[0]]).sum()
     in_bytes = t.detach().reshape(-1).view(torch.uint8)
     whole = len(in_bytes) // 8 * 8 if t.storage_offset() * t.element_size() % 8 == 0 else 0
     return in_bytes[:whole].view(torch.int64).sum() + in_bytes[whole:].sum()
