@@ -3,10 +3,11 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import accuracy, mechanisms
+from benchmarks import accuracy, mechanisms, persons
 from benchmarks.pages import with_table
 from dp_transformers import compute_epsilon
 
@@ -56,6 +57,24 @@ def test_the_page_has_the_table_of_the_mechanisms():
     text, rows = mechanisms.PAGE.read_text(), accuracy.read(mechanisms.RESULTS)
     assert with_table(text, "mechanisms", mechanisms.table(rows)) == text
     assert {row["setting"] for row in rows} == set(mechanisms.SETTINGS)
+
+
+def test_the_page_has_the_table_of_the_persons():
+    text, rows = persons.PAGE.read_text(), accuracy.read(persons.RESULTS)
+    assert with_table(text, "persons", persons.table(rows)) == text
+    assert {(row["data"], row["setting"]) for row in rows} == {(d, s) for d in persons.DATA for s in persons.NAMES}
+
+
+def test_persons_are_trained_as_private_as_it_says(monkeypatch):
+    y = torch.arange(900) % 2
+    rows = (y[:, None] - 0.5 + 0.1 * torch.randn(900, 3), y, np.arange(900) // 3)  # far apart
+    settings = {"persons": (2, 1.0, 0.5), "rows": (2, 1.0, 0.5), "group": (0, 1.0, 0.5), "none": (0, 1e6, 0.5)}
+    data = persons.Data(lambda: rows, persons.linear, epsilon=8.0, expected_rows=60, steps=8, settings=settings)
+    monkeypatch.setitem(persons.DATA, "toy", data)
+    found = {setting: persons.run("toy", 1, setting) for setting in settings}
+    assert all(row["test_accuracy"] > 0.9 for row in found.values())
+    assert all(7.9 < found[s]["epsilon_of_a_person"] <= 8 for s in ("persons", "rows", "group"))
+    assert [found[s]["rows_of_a_person"] for s in ("persons", "rows", "group")] == [2, 2, 3]
 
 
 @pytest.mark.parametrize("page", accuracy.PAGES, ids=lambda page: page.name)

@@ -20,7 +20,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers as hf
 import typer
+from datasets import Dataset
 from layers import ALL_MODES, check
 from scipy import stats
 from torch import nn
@@ -190,6 +192,31 @@ def of_trl():
     return {**names, "chats": chats.rows("chat-completion", lengths), "preferences": chats.rows("preference", lengths)}
 
 
+def of_notes():
+    """Notes of patients and a tiny language model; long notes; questions about them, as run_qa prepares them."""
+    words, tokenizer = [chats.words(4 + i % 9, i) for i in range(90)], chats.tokenizer()
+    patients = [f"p{i % 40}" for i in range(90)]
+    notes = Dataset.from_dict({**tokenizer(words, padding=True), "patient_id": patients})
+
+    def prepare_train_features(batch):
+        made = tokenizer(batch["question"], batch["context"], max_length=9, stride=2, truncation="only_second",
+                         return_overflowing_tokens=True, padding="max_length", return_token_type_ids=False)  # fmt: skip
+        made.pop("overflow_to_sample_mapping")
+        return {**made, "start_positions": [3] * len(made["input_ids"]), "end_positions": [4] * len(made["input_ids"])}
+
+    return {
+        "model": chats.model(), "notes": notes.map(lambda row: {"labels": row["input_ids"]}), "collator": default_data_collator,
+        "documents": Dataset.from_dict({k: v for k, v in tokenizer(words).items() if k in ("input_ids", "attention_mask")}),
+        "questions": Dataset.from_dict({"question": ["w1 w2"] * 90, "context": words, "patient_id": patients}),
+        "prepare_train_features": prepare_train_features, "qa_model": chats.model(hf.LlamaForQuestionAnswering),
+    }  # fmt: skip
+
+
+def of_owned_rows():
+    loop = of_a_loop()
+    return {"net": loop["model"], "optimizer": loop["optimizer"], "loader": loop["loader"], "owners": [i % 40 for i in range(len(loop["loader"].dataset))]}  # fmt: skip
+
+
 def of_rounds():
     return {"server": nn.Linear(3, 2), "copy": copy, "json": json, "Path": Path, **of_a_loop()}
 
@@ -211,6 +238,7 @@ PREPARED = {
         of_triplets,
     ],
     "docs/how-it-works.md": [dict, dict],
+    "docs/persons.md": [of_notes, of_notes, dict, of_notes, of_notes, of_notes, of_owned_rows],
     "docs/from-opacus.md": [
         of_a_loop,
         of_a_generator,
