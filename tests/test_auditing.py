@@ -59,14 +59,14 @@ def _fixed_secrets(monkeypatch):
     monkeypatch.setattr("secrets.randbits", random.Random(0).getrandbits)
 
 
-def make_trainer(tmp_path, audit=None, **options):
+def make_trainer(tmp_path, audit=None, rows=ROWS, **options):
     torch.manual_seed(0)
     defaults = dict(
         noise_multiplier=1.0, max_grad_norm=0.1, target_delta=1e-3, expected_batch_size=20, max_steps=10,
         per_device_train_batch_size=16, use_cpu=True, disable_tqdm=True, report_to=[],
     )  # fmt: skip
     args = DPTrainingArguments(str(tmp_path / "out"), **{**defaults, **options})
-    return DPTrainer(Net(), args, train_dataset=ROWS, per_example_loss_func=losses, audit=audit)
+    return DPTrainer(Net(), args, train_dataset=rows, per_example_loss_func=losses, audit=audit)
 
 
 def audited(trainer, plant=None, trials=40):
@@ -106,6 +106,16 @@ def test_groups_are_weighed_by_their_noise(tmp_path, monkeypatch):
     assert honest.faults == [] and honest.canary_norm == pytest.approx(1, abs=1e-3)
     halved = audited(trainer, FAULTS["noise halved"])
     assert "less noise" in halved.faults[0]
+
+
+def test_of_persons_one_comes_and_goes_with_all_of_its_rows(tmp_path):
+    rows = [{**row, "owner": i // 5} for i, row in enumerate(ROWS)]
+    persons = make_trainer(tmp_path, rows=rows, privacy_unit_column="owner", rows_per_unit=3)
+    honest = audited(persons)
+    assert honest.mechanism.unit.is_person and honest.faults == []
+    assert honest.canary_norm == pytest.approx(1, abs=1e-3) and honest.moved == pytest.approx(1, abs=1e-3)
+    with pytest.raises(ValueError, match="privacy_unit_column draws persons"):
+        make_trainer(tmp_path, AuditConfig(50), rows, privacy_unit_column="owner")
 
 
 def test_without_noise_nothing_is_claimed_and_everything_is_seen(tmp_path):

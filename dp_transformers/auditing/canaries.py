@@ -102,6 +102,11 @@ class CanaryAudit(TrainerCallback):
         rows, args = trainer.train_dataset, trainer.args
         self.config, self.result = config, dict[str, OneRunBound]()
         self._trainer, first, count = trainer, len(rows) - config.num_canaries, len(rows)
+        if args.privacy_unit_column is not None:
+            raise ValueError(
+                "canaries are single rows, and privacy_unit_column draws persons: audit a training by rows, or the "
+                "private step of this one (dp-transformers audit)."
+            )
         if first < 1:
             raise ValueError(
                 f"the last {config.num_canaries} rows of train_dataset are canaries, and it has {count}: append the "

@@ -208,8 +208,8 @@ def audit_step(
 
 
 def _choose_canary(one: OneStep) -> tuple[list[int], int]:
-    """Return some rows, and another one whose clipped gradient is longest, and the longest before it was clipped."""
-    rows = list(range(min(ROWS + 1, len(one.batches))))
+    """Return some examples (persons, if draws choose persons), and the one whose gradient is longest."""
+    rows = list(range(min(ROWS + 1, one.step.run.mechanism.sampling.num_examples)))
     norms: dict[int, float] = {}
     for row in rows:
         one.take(one.draw([row]))
