@@ -65,17 +65,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--steps", type=int, default=40)
     p.add_argument("--faults", nargs="*", default=[*FAULTS])
     args = p.parse_args(argv)
-    transformers_logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
     print("| claimed ε | planted | one-step trials | seconds | canaries: ε ≥ | if like a Gaussian | seconds |")
     print("|---|---|---|---|---|---|---|")
     for epsilon in args.epsilons:
         for name in ["nothing", *(args.faults if math.isfinite(epsilon) else ())]:
-            row = _row(epsilon, FAULTS.get(name), name, args)
+            row = _row(epsilon, FAULTS.get(name, lambda one: None), name, args)
             print("| " + " | ".join([f"{epsilon:g}", name, *row]) + " |", flush=True)
 
 
-def _row(epsilon: float, plant: Callable[[OneStep], None] | None, name: str, args: argparse.Namespace) -> list[str]:
+def _row(epsilon: float, plant: Callable[[OneStep], None], name: str, args: argparse.Namespace) -> list[str]:
     trainer = _trainer(epsilon, args)
     found = audit_trainer(trainer, plant, delta=DELTA, trials=args.trials, seed=0)
     cells = [_noticed(found), f"{found.seconds:.0f}"]
@@ -117,12 +115,12 @@ def _trainer(epsilon: float, args: argparse.Namespace, audit: AuditConfig | None
 
 
 @contextlib.contextmanager
-def _planted(trainer: Any, plant: Callable[[OneStep], None] | None, *, is_of_draws: bool) -> Iterator[None]:
+def _planted(trainer: Any, plant: Callable[[OneStep], None], *, is_of_draws: bool) -> Iterator[None]:
     """Plant a fault in a training."""
 
     class Plant(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if plant is not None and not is_of_draws:
+            if not is_of_draws:
                 step: Any = trainer._private.step
                 plant(OneStep(step, step._data, trainer._losses_of, trainer.optimizer))
 
@@ -143,4 +141,6 @@ def _planted(trainer: Any, plant: Callable[[OneStep], None] | None, *, is_of_dra
 
 
 if __name__ == "__main__":
+    transformers_logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
     main()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import audits
 from dp_transformers import (
     AuditConfig,
     DPTrainer,
@@ -69,7 +70,7 @@ def make_trainer(tmp_path, audit=None, rows=ROWS, **options):
     return DPTrainer(Net(), args, train_dataset=rows, per_example_loss_func=losses, audit=audit)
 
 
-def audited(trainer, plant=None, trials=40):
+def audited(trainer, plant=lambda one: None, trials=40):
     return audit_trainer(trainer, plant, delta=1e-3, trials=trials, seed=0)
 
 
@@ -155,6 +156,37 @@ def test_the_command_takes_a_script_to_its_training(tmp_path, capsys, monkeypatc
     assert stopped.value.code == 2 and "without a call of train()" in capsys.readouterr().err
 
 
+LOOP = """
+import torch
+from dp_transformers import PrivacyEngine
+from torch.nn.functional import cross_entropy
+
+def make():
+    torch.manual_seed(0)
+    model, rows = torch.nn.Linear(3, 2), [(torch.randn(3), i % 2) for i in range(200)]
+    engine = PrivacyEngine()
+    engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=0.1,
+        data_loader=torch.utils.data.DataLoader(rows, batch_size=20), loss_reduction="none",
+    )
+    return engine, lambda batch: cross_entropy(model(batch[0]), batch[1], reduction="none")
+"""
+
+
+def test_the_command_takes_a_loop(tmp_path, capsys):
+    script = tmp_path / "loop.py"
+    script.write_text(LOOP)
+    with pytest.raises(SystemExit) as stopped:
+        main(["audit", "--trials", "40", "--json", "--delta", "1e-3", f"{script}:make"])
+    found = json.loads(capsys.readouterr().out)
+    assert not stopped.value.code and found["faults"] == [] and found["canary_norm"] == pytest.approx(1, abs=1e-3)
+    assert [name for name, faults in found["planted"].items() if not faults] == []
+    for words, why in (([f"{script}:make"], "no target_delta"), ([f"{script}:makes"], "has no function 'makes'")):
+        with pytest.raises(SystemExit) as stopped:
+            main(["audit", "--trials", "10", *words])
+        assert stopped.value.code == 2 and why in capsys.readouterr().err
+
+
 def test_scores_are_compared_with_what_the_mechanism_allows():
     rng = np.random.default_rng(0)
     members, others = rng.normal(1, 1, 4000), rng.normal(0, 1, 4000)
@@ -230,3 +262,10 @@ def test_audits_that_can_show_nothing_are_refused_or_warned_of(tmp_path, caplog)
     trainer.state.global_step = 3
     with pytest.raises(ValueError, match="cannot be resumed"):
         trainer.audit.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+def test_the_table_of_the_page_can_be_made(capsys):
+    small = ["--epsilons", "4", "--trials", "10", "--canaries", "20", "--steps", "2", "--faults", "noise halved"]
+    audits.main(small)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 4 |")]
+    assert "**noise**" not in rows[0] and "**noise**" in rows[1] and len(rows) == 2

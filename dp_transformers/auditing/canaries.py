@@ -9,8 +9,6 @@ guesses are fixed before, and two scores are compared, each at half of the error
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -142,12 +140,12 @@ class CanaryAudit(TrainerCallback):
                 "an audited training cannot be resumed, since its coins are kept in memory alone: train without "
                 "audit=, or from the start in another output_dir."
             )
-        self._weights, self._before = [p.detach().clone() for p in self._parameters()], self._losses()
+        self._weights, self._before = self._copies(), self._losses()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.config.every_step:
-            here = [p.detach().clone() for p in self._parameters()]
-            self._slopes = self._slopes + self._fall(here, [-cast(torch.Tensor, p.grad) for p in self._parameters()])
+            down = [-cast(torch.Tensor, p.grad) for p in self._parameters()]
+            self._slopes = self._slopes + self._fall(self._copies(), down)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         fell = self._before - self._losses()
@@ -170,13 +168,8 @@ class CanaryAudit(TrainerCallback):
         most = config.guesses - config.guesses // 2
         correct = int(self._is_in[order[-most:]].sum() + (~self._is_in[order[: config.guesses // 2]]).sum())
         numbers = config.num_canaries, config.guesses, correct, delta, config.each
-        return OneRunBound(
-            correct,
-            one_run_epsilon_lower_bound(*numbers),
-            one_run_fdp_epsilon_lower_bound(*numbers),
-            scores[self._is_in],
-            scores[~self._is_in],
-        )
+        bounds = one_run_epsilon_lower_bound(*numbers), one_run_fdp_epsilon_lower_bound(*numbers)
+        return OneRunBound(correct, *bounds, scores[self._is_in], scores[~self._is_in])
 
     def _parameters(self) -> list[torch.Tensor]:
         return [p for p in self._trainer.model.parameters() if p.requires_grad]
@@ -198,22 +191,17 @@ class CanaryAudit(TrainerCallback):
     @torch.no_grad()
     def _fall(self, start: list[torch.Tensor], way: list[torch.Tensor]) -> np.ndarray:
         """Return how fast the (m,) losses fall on a way from ``start``: the dot product with minus the gradients."""
-        ends = []
-        with self._kept_weights():
-            for sign in (-_STEP, _STEP):
-                for p, x, direction in zip(self._parameters(), start, way, strict=True):
-                    p.data.copy_(x + sign * direction)
-                ends.append(self._losses())
+        kept, ends = self._copies(), []
+        for sign in (-_STEP, _STEP):
+            for p, x, direction in zip(self._parameters(), start, way, strict=True):
+                p.data.copy_(x + sign * direction)
+            ends.append(self._losses())
+        for p, x in zip(self._parameters(), kept, strict=True):
+            p.data.copy_(x)
         return (ends[0] - ends[1]) / (2 * _STEP)
 
-    @contextmanager
-    def _kept_weights(self) -> Iterator[None]:
-        kept = [p.detach().clone() for p in self._parameters()]
-        try:
-            yield
-        finally:
-            for p, x in zip(self._parameters(), kept, strict=True):
-                p.data.copy_(x)
+    def _copies(self) -> list[torch.Tensor]:
+        return [p.detach().clone() for p in self._parameters()]
 
 
 def _part(rows: Any, indices: Any) -> Any:

@@ -123,8 +123,7 @@ class StepAudit:
 
     @property
     def claimed_mu(self) -> float:
-        sigma = self.mechanism.noise.at(0)
-        return 1 / sigma if sigma else math.inf
+        return 1 / sigma if (sigma := self.mechanism.noise.at(0)) else math.inf
 
     @property
     def mu(self) -> float:
@@ -151,9 +150,8 @@ class StepAudit:
     def epsilon(self) -> float:
         """ε of all planned steps if each leaks what the bound on μ says, and draws are as claimed. It holds for steps
         that are as private as a Gaussian mechanism."""
-        if self.mu == 0:
-            return 0.0
-        return replace(self.mechanism, noise=IndependentNoise(1 / self.mu), releases=()).epsilon(self.delta)
+        noise = IndependentNoise(1 / max(self.mu, 1e-6))
+        return replace(self.mechanism, noise=noise, releases=()).epsilon(self.delta) if self.mu else 0.0
 
     @property
     def faults(self) -> list[str]:
@@ -200,11 +198,8 @@ def audit_step(
         p_values["the noise can be drawn again from what is known"] = _same_noise(one.first_noise, other_noise)
     if type(mechanism.sampling) is PoissonSampling and one.sizes:
         p_values["draws are not independent of each other"] = _draws(one.sizes, mechanism.sampling)
-    num_in = int(coins.sum())
-    rates = {"detected": hits[1], "num_in": num_in, "alarms": hits[0], "num_out": trials - num_in}
-    seconds = time.perf_counter() - start
-    norms = {"canary_norm": length / bound, "moved": moved / bound}
-    return StepAudit(mechanism, delta, confidence, **norms, **rates, p_values=p_values, seconds=seconds)
+    rates, seconds = (hits[1], trials // 2, hits[0], trials - trials // 2), time.perf_counter() - start
+    return StepAudit(mechanism, delta, confidence, length / bound, moved / bound, *rates, p_values, seconds)
 
 
 def _choose_canary(one: OneStep) -> tuple[list[int], int]:
