@@ -60,31 +60,26 @@ def main() -> dict:
     loader = DataLoader(train_data, batch_size=args.expected_batch_size, shuffle=True)
     before = plain_loop.accuracy(model, *test)
 
-    engine, first_epoch = None, 0
-    if not args.twin:
-        engine = PrivacyEngine(accountant="pld", ledger_dir=args.output_dir)
-        model, optimizer, loader = engine.make_private_with_epsilon(
-            module=model,
-            optimizer=optimizer,
-            data_loader=loader,
-            target_epsilon=args.target_epsilon,
-            target_delta=args.target_delta,
-            epochs=args.num_train_epochs,
-            max_grad_norm=args.max_grad_norm,
-            max_physical_batch_size=args.per_device_train_batch_size,
-        )
-        first_epoch = plain_loop.epochs_done(engine, args, model, optimizer)
+    engine = PrivacyEngine(accountant="pld", ledger_dir=args.output_dir, without_privacy=args.twin)
+    model, optimizer, loader = engine.make_private_with_epsilon(
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        target_epsilon=args.target_epsilon,
+        target_delta=args.target_delta,
+        epochs=args.num_train_epochs,
+        max_grad_norm=args.max_grad_norm,
+        max_physical_batch_size=args.per_device_train_batch_size,
+    )
+    first_epoch = plain_loop.epochs_done(engine, args, model, optimizer)
     for epoch in range(first_epoch, args.num_train_epochs):
         for x_bchw, y_b in loader:
             loss = F.cross_entropy(model(x_bchw.to(args.device)), y_b.to(args.device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        if engine is not None:
-            done = {"epochs": epoch + 1}
-            engine.save_checkpoint(
-                plain_loop.checkpoint_of(args), module=model, optimizer=optimizer, checkpoint_dict=done
-            )
+        done = {"epochs": epoch + 1}
+        engine.save_checkpoint(plain_loop.checkpoint_of(args), module=model, optimizer=optimizer, checkpoint_dict=done)
         print(f"epoch {epoch + 1:2}: test accuracy {plain_loop.accuracy(model, *test):.4f}", flush=True)
 
     return plain_loop.report(args, engine, model, test, before)

@@ -103,23 +103,19 @@ def accuracy(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> fl
     return float(sum(right)) / len(labels)
 
 
-def report(args: Arguments, engine: PrivacyEngine | None, model: nn.Module, test: tuple, before: float) -> dict:
+def report(args: Arguments, engine: PrivacyEngine, model: nn.Module, test: tuple, before: float) -> dict:
     """Print and return the privacy spent and the accuracy, and write them to privacy_report.json in the folder of the
     certificate."""
     inputs, labels = test
     majority = float(labels.bincount().max()) / len(labels)
     outcome = Outcome("test accuracy", accuracy(model, inputs, labels), "majority baseline", majority, len(labels))
-    spent = (
-        {"private": False, "epsilon": None} if engine is None else engine.privacy_spent(args.target_delta).to_dict()
-    )
-    full = {**spent, **outcome.to_dict(), "accuracy_before": before}
+    full = {**engine.privacy_spent(args.target_delta).to_dict(), **outcome.to_dict(), "accuracy_before": before}
+    engine.write_certificate(args.target_delta)
+    engine.detach()
+    Path(args.output_dir, REPORT_NAME).write_text(json.dumps(full, indent=2))
     table = {"epsilon": "infinite: NOT PRIVATE", "to hand over": "nothing: this training is NOT PRIVATE"}
-    if engine is not None:
-        engine.write_certificate(args.target_delta)
-        engine.detach()
+    if full["private"]:
         table["epsilon"] = f"{up(full['epsilon'])} at delta = {args.target_delta:g}"
         table["to hand over"] = f"dp-transformers report {args.output_dir}"
-    Path(args.output_dir).mkdir(parents=True, exist_ok=True)
-    Path(args.output_dir, REPORT_NAME).write_text(json.dumps(full, indent=2))
     print_table({"epsilon": table["epsilon"], **outcome.rows(full, args.output_dir), **table})
     return full

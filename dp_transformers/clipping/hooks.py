@@ -103,7 +103,8 @@ class HookedModel:
                 handles.append(owner.module.register_forward_pre_hook(partial(self._keep_random_state, owner)))
             if owner.runs_by_example:
                 vars(owner.module)["forward"] = ForwardByExample(owner, self._forward)
-        handles += [m.register_forward_pre_hook(_fix) for m in self.model.modules() if is_frozen_batch_norm(m)]
+        frozen = [m for m in self.model.modules() if is_frozen_batch_norm(m) or hasattr(m, _REPACKS)]
+        handles += [m.register_forward_pre_hook(_fix) for m in frozen]
         handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         taps = {owner.module: partial(self._after_call, owner) for owner in owners if owner.rule.tapped_inside}
         for module in self.model.modules():
@@ -268,6 +269,10 @@ def _held(module: nn.Module, name: str, default: nn.Parameter | None) -> Any:
     return module._parameters.get(last, default)
 
 
+# 4-bit layers of bitsandbytes, which in evaluation turn their weights into a form without a backward pass, on some CPUs
+_REPACKS = "support_avx512bf16_for_cpu"
+
+
 def is_frozen_batch_norm(module: nn.Module) -> bool:
     """Return True for a batch normalization that is not trained, as in a frozen backbone. Attached, it keeps the
     statistics that it has, whatever mode it is in."""
@@ -275,8 +280,9 @@ def is_frozen_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) and module.running_mean is not None and trained != [] and not any(trained)
 
 
-def _fix(batch_norm: nn.Module, args: tuple) -> None:
-    batch_norm.training = False
+def _fix(frozen: nn.Module, args: tuple) -> None:
+    """Hold a frozen layer in the mode in which it keeps what it has."""
+    frozen.training = hasattr(frozen, _REPACKS)
 
 
 def refuse_attached(model: nn.Module) -> None:

@@ -229,3 +229,70 @@ def test_a_model_that_goes_forward_in_float32_but_not_back(mode, caplog):
 
     in_bf16(lambda: Model(8, 4), "bf16 parameters", mode, torch.randn(6, 8))
     assert "could not be checked in float32" in caplog.text
+
+
+class Product(torch.autograd.Function):
+    """A product in bf16 that no node of the graph shows, and whose rounding depends on how many rows there are."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight.bfloat16()
+        width = x.shape[-1] // (2 if len(x) > 1 else 1)
+        parts = zip(x.bfloat16().split(width, -1), ctx.weight.split(width, -1), strict=True)
+        return sum(part @ columns.T for part, columns in parts).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return (gradient.bfloat16() @ ctx.weight).to(gradient.dtype), None
+
+
+class Quantised(nn.Module):
+    """A frozen layer as bitsandbytes has it, on a CPU with AVX512-BF16: numbers of four bits, products in bf16, and in
+    evaluation another order of the weights, with which nothing goes back."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randint(0, 16, (width, width), dtype=torch.uint8), requires_grad=False)
+        self.support_avx512bf16_for_cpu, self.is_packed = True, False
+
+    def forward(self, x):
+        if not (self.training or x.requires_grad or self.is_packed):
+            self.weight.data, self.is_packed = self.weight.data.flip(0), True
+        weight = (self.weight.flip(0) if self.is_packed else self.weight) / 15 - 0.5
+        return Product.apply(x.detach() if self.is_packed else x, weight)
+
+
+class Adapted(nn.Module):
+    """Two quantised layers with adapters in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.ModuleList([Quantised(), Quantised()])
+        self.a = nn.ModuleList([nn.Linear(16, 2, bias=False), nn.Linear(16, 2, bias=False)]).bfloat16()
+        self.b = nn.ModuleList([nn.Linear(2, 16, bias=False), nn.Linear(2, 16, bias=False)]).bfloat16()
+
+    def forward(self, x):
+        for base, a, b in zip(self.base, self.a, self.b, strict=True):
+            x = torch.tanh(base(x) + b(a(x.to(a.weight.dtype))).to(x.dtype))
+        return x.mean(1)
+
+
+def test_adapters_in_bf16_on_a_quantised_base_train(caplog):
+    """Also after an evaluation, in which such a base would be packed."""
+    torch.manual_seed(0)
+    model, x, sums = Adapted(), torch.randn(8, 6, 16), []
+    clipper = PerExampleClipper(model, 0.1)
+    for _ in range(2):
+        clipper.backward(F.cross_entropy(model(x), torch.arange(8) % 3, reduction="none"))
+        sums.append([p.grad.clone() for p in clipper.parameters])
+        model.zero_grad()
+        with torch.no_grad():
+            model.eval()(x)
+        model.train()
+    assert "could not be checked in float32" in caplog.text
+    assert not any(base.is_packed for base in model.base)
+    torch.testing.assert_close(*sums, rtol=0, atol=0)
+    clipper.detach()
+    with torch.no_grad():
+        model.eval()(x)
+    assert all(base.is_packed for base in model.base)
