@@ -30,7 +30,8 @@ _ROOMS = {
     "mechanism.schedules": "ConstantSchedule ExponentialSchedule LinearSchedule StepSchedule",
     "noise.optimizers": "DPAdamW",
     "step.run": "PrivacySpent",
-    "trainer": "DPSeq2SeqTrainer DPSeq2SeqTrainingArguments DPTrainer DPTrainerMixin DPTrainingArguments",
+    "trainer": "DPSeq2SeqTrainer DPSeq2SeqTrainingArguments DPTrainer DPTrainerMixin DPTrainingArguments "
+    "WeightAverage",
     "trl": "DPDPOConfig DPDPOTrainer DPRewardConfig DPRewardTrainer DPSFTConfig DPSFTTrainer",
 }
 _WHERE = {name: room for room, names in _ROOMS.items() for name in names.split()}
@@ -74,6 +75,7 @@ __all__ = [
     "ScheduledPoissonSampling",
     "StepSchedule",
     "TruncatedPoissonSampling",
+    "WeightAverage",
     "calibrate_noise_multiplier",
     "check_model",
     "check_per_sample_gradients_are_correct",
@@ -166,7 +168,14 @@ if TYPE_CHECKING:
     from .mechanism.schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
     from .noise.optimizers import DPAdamW
     from .step.run import PrivacySpent
-    from .trainer import DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments, DPTrainer, DPTrainerMixin, DPTrainingArguments
+    from .trainer import (
+        DPSeq2SeqTrainer,
+        DPSeq2SeqTrainingArguments,
+        DPTrainer,
+        DPTrainerMixin,
+        DPTrainingArguments,
+        WeightAverage,
+    )
     from .trl import DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer, DPSFTConfig, DPSFTTrainer  # noqa: F401  (of an extra)
 
 

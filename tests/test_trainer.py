@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, Subset
 from transformers.optimization import GreedyLR
 
-from dp_transformers import DPTrainer, DPTrainingArguments, compute_epsilon
+from dp_transformers import DPTrainer, DPTrainingArguments, WeightAverage, compute_epsilon
 from dp_transformers.reports.certificate import CERTIFICATE_NAME
 from dp_transformers.step.checkpoint import STATE_NAME
 from dp_transformers.step.ledger import LEDGER_NAME, PrivacyStateError
@@ -510,6 +510,41 @@ def test_prompts_are_saved_in_the_middle_and_at_the_end(tmp_path, method):
     prompts = [load_file(tmp_path / name / "adapter_model.safetensors")["prompt_embeddings"]
                for name in ("checkpoint-1", "checkpoint-2", "model")]  # fmt: skip
     assert not torch.equal(prompts[0], prompts[1]) and torch.equal(prompts[1], prompts[2])
+
+
+class Seen(hf.TrainerCallback):
+    """The weights that each step goes on from, and those that evaluation and saving see."""
+
+    def __init__(self):
+        self.before, self.between = [], []
+
+    def on_step_begin(self, args, state, control, *, model, **kwargs):
+        self.before.append(torch.cat([p.detach().flatten() for p in trainable(model).values()]))
+
+    def on_save(self, args, state, control, *, model, **kwargs):
+        self.between.append(torch.cat([p.detach().flatten() for p in trainable(model).values()]))
+
+
+@pytest.mark.filterwarnings("ignore:dp_seed")
+def test_the_average_of_the_weights_is_released_and_steps_go_on_from_the_weights(tmp_path):
+    options = {"noise_multiplier": 1.0, "dp_seed": 3, "optim": "adamw_torch", "learning_rate": 0.01, "save_strategy": "steps", "save_steps": 1}  # fmt: skip
+    plain, averaged, again = Seen(), Seen(), Seen()
+    trainer_for(tmp_path / "plain", callbacks=[plain], max_steps=5, **options).train()
+    trainer = trainer_for(tmp_path / "a", callbacks=[WeightAverage(0.3), averaged], **options)
+    trainer.train()
+    weights, average = plain.before, plain.before[0].clone()
+    assert all(torch.equal(*both) for both in zip(weights, averaged.before, strict=False))
+    for t, (decay, now) in enumerate(zip([2 / 11, 3 / 12, 0.3, 0.3], weights[1:], strict=True)):
+        average = decay * average + (1 - decay) * now
+        torch.testing.assert_close(averaged.between[t], average, rtol=0, atol=1e-6)
+    saved = load_file(tmp_path / "a" / "checkpoint-4" / "model.safetensors")
+    assert all(torch.equal(saved[name], p) for name, p in trainable(trainer.model).items())
+    shutil.rmtree(tmp_path / "a" / "checkpoint-4"), shutil.rmtree(tmp_path / "a" / "checkpoint-3")
+    trainer_for(tmp_path / "a", callbacks=[WeightAverage(0.3), again], **options).train(resume_from_checkpoint=True)
+    assert torch.equal(again.before[0], weights[2])  # and its average goes on from the one that was saved
+    torch.testing.assert_close(again.between[0], averaged.between[1].lerp(again.before[1], 0.7), rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match="decay must be at least 0 and below 1, got 1"):
+        WeightAverage(1)
 
 
 @pytest.mark.filterwarnings("ignore:dp_seed")

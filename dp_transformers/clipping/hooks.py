@@ -269,7 +269,7 @@ def _held(module: nn.Module, name: str, default: nn.Parameter | None) -> Any:
     return module._parameters.get(last, default)
 
 
-# 4-bit layers of bitsandbytes, which in evaluation turn their weights into a form without a backward pass, on some CPUs
+# 4-bit layers of bitsandbytes, which on some CPUs turn their weights in evaluation into a form without a backward pass
 _REPACKS = "support_avx512bf16_for_cpu"
 
 
