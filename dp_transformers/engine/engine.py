@@ -21,7 +21,7 @@ from ..mechanism.sampling import steps_of_epochs
 from ..noise.generators import check_noise_source
 from ..reports import certificate
 from ..reports.certificate import circumstances
-from ..reports.digest import describe_data
+from ..reports.digest import count_rows, describe_data
 from ..runtime import distributed
 from ..step.checkpoint import PrivacyState
 from ..step.ledger import Ledger
@@ -353,7 +353,7 @@ class PrivacyEngine:
             self._ledger,
             dp_seed=self._dp_seed,
             verified=loop.self_check,
-            about=lambda: self._about(loop, mechanism.unit.max_examples_per_person),
+            about=lambda: self._about(loop, run),
         )
         own = loop.sampling
         sizes = {"len(data_loader.dataset)": own.num_examples, "batch_size": own.expected_batch_size}
@@ -365,6 +365,8 @@ class PrivacyEngine:
             self._loop, criterion = loop.attach(run, secure=self._secure, announce=_say)
             undo.pop_all()
         clipper, loader = self._loop.clipper, self._loop.loader
+        if self._ledger is None:
+            distributed.call_on_rank_zero(lambda: run.say_copies(count_rows(loop.data_loader.dataset)))
         steps, further = mechanism.steps, () if loop.criterion is not None else (_LOSSES_ARE_NOT_SEEN,)
         _say(describe(run, steps, clipper, *further))
         for warning in warnings(run, steps or loader.steps_per_epoch, clipper, loop.optimizer if steps else None):
@@ -372,11 +374,10 @@ class PrivacyEngine:
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
 
-    def _about(self, loop: PlainLoop, rows: int) -> dict[str, Any]:
+    def _about(self, loop: PlainLoop, run: PrivateRun) -> dict[str, Any]:
         """Return what the ledger holds of a training besides its mechanism."""
         assert self._ledger is not None, "it is asked for by the ledger"
-        folder = self._ledger.path.parent
-        data = describe_data(loop.data_loader.dataset, folder, max_examples_per_person=rows)
+        data = describe_data(loop.data_loader.dataset, self._ledger.path.parent, run.say_copies)
         return circumstances(accountant=self._accountant, data=data, model=loop.module)
 
     def get_epsilon(self, delta: float) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..mechanism.clipping_functions import AdaptiveClipping, ClippingFunction
 from ..mechanism.mechanism import NO_BOUND, Mechanism
+from ..mechanism.sampling import steps_per_epoch
 from ..mechanism.values import StepParameters
 from ..reports.certificate import require_intact
 from ..reports.recompute import is_other_data
@@ -260,6 +261,25 @@ class PrivateRun:
         self._segments.setdefault(self.state.run_id, []).append(Counter())
         if (ledger := self.ledger) is not None:
             distributed.call_on_rank_zero(lambda: self._record_beginning(ledger))
+
+    def say_copies(self, counted: Counter[bytes]) -> None:
+        """Warn of rows that come more often than epsilon is for. ``counted`` says how often each row comes."""
+        mechanism, sampling = self.mechanism, self.mechanism.sampling
+        copies = [n for n in counted.values() if n > mechanism.unit.max_examples_per_person]
+        if not copies or self.not_private_because:
+            return
+        most, delta = max(copies), self.state.delta or 0.1 / sampling.num_examples
+        steps = mechanism.steps or steps_per_epoch(sampling.num_examples, mechanism.at(0).expected_batch_size)
+        planned: Any = {"accountant": self.accountant, "executed": [mechanism.planned(0, steps)]}
+        has_bound = sampling.min_separation == 1
+        logger.warning(
+            "%d of the %d rows of the training data equal another one, one of them %d times. Epsilon is for one row: "
+            "after %d steps it is %.3g (at delta %.2g), and for a person whose %d rows these are it is %.3g. Weigh "
+            "losses in the place of copying rows, or give max_examples_per_person=%d.",
+            sum(copies), sampling.num_examples, most,
+            steps, mechanism.epsilon(delta, **planned), delta,
+            most, mechanism.epsilon(delta, **planned, rows=most) if has_bound else math.inf, most,
+        )  # fmt: skip
 
     def _record_beginning(self, ledger: Ledger) -> None:
         require_intact(ledger)

@@ -299,12 +299,7 @@ class DPTrainerMixin(Base):
         assert dataset is not None and args.output_dir is not None, "there is no training without them"
         return circumstances(
             accountant=args.accountant,
-            data=describe_data(
-                dataset,
-                args.output_dir,
-                wanted=args.data_digest,
-                max_examples_per_person=self._run.mechanism.unit.max_examples_per_person,
-            ),
+            data=describe_data(dataset, args.output_dir, self._run.say_copies, wanted=args.data_digest),
             model=self.model,
             also_released=_also_released(args, self.eval_dataset, self._chosen_by_evaluation),
         )
