@@ -104,6 +104,16 @@ def test_a_collator_with_a_seed(wrap):
     Examples(Rows(None), wrap(Seeded(None)), SecretSeeds(1))
 
 
+@pytest.mark.parametrize(("size", "said"), [(3, "up to 3 rows of one"), (9, "")])
+def test_a_transform_that_cuts_rows_is_said(size, said, caplog):
+    """Row 0 is too short to be cut: whether one is shows in any of the first."""
+    texts = [list(range(2 + i)) for i in range(6)]
+    cut = lambda table: {"x": [text[i : i + size] for text in table["x"] for i in range(0, len(text), size)]}  # noqa: E731
+    data = datasets.Dataset.from_dict({"x": texts}).with_transform(cut)
+    Examples(data, stacked, SecretSeeds(1))
+    assert (said in caplog.text) and bool(said) == bool(caplog.text)
+
+
 def test_a_collator_that_needs_two_examples():
     def pairs(rows):
         return torch.stack([rows[0]["x"], rows[1]["x"]])

@@ -222,7 +222,8 @@ def test_what_a_newcomer_cannot_know_is_said():
     slow, noise = warnings(run_of(), 100, clipper, adam)
     assert "in 100 steps of this learning rate a weight moves by 0.001 at most, and weights are about 1." in slow
     assert "the 100 rows of 'modules_to_save'" in noise and "trainable_token_indices" in noise
-    assert warnings(run_of(), 1010, clipper, adam) == [noise]
+    assert warnings(run_of(), 1010, clipper, adam) == warnings(run_of(), 101, clipper, adam, passes=10) == [noise]
+    assert "in 500 steps of" in warnings(run_of(), 5, clipper, adam, passes=100)[0]  # of a loop that ends by itself
     assert "moves by 0.01 at most" in warnings(run_of(), 1_000, clipper, optim.SGD(table.parameters(), lr=1e-3))[0]
 
 

@@ -33,12 +33,15 @@ class Examples:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: SecretSeeds, *, views: int = 1):
         _refuse_known_seed(collate)
+        _say_what_is_left_out(dataset)
         self.dataset, self._collate, self._seeds, self._views = dataset, collate, seeds, views
         self._drawn: dict[str, set[str]] = {"example": set(), "row": set()}  # the generators that were drawn from
 
     def of_draw(self, indices: Sequence[int], draw: int) -> list[Any]:
         """Return the examples of a draw."""
-        if _is_plain_table(self.dataset):  # rows of one do not depend on others, and come faster together
+        if _is_table(
+            self.dataset, with_transform=False
+        ):  # they come faster together
             return self.dataset.__getitems__(list(indices)) if indices else []
         return self._each("example", indices, draw, lambda n: self.dataset[indices[n]])
 
@@ -104,10 +107,23 @@ def _copied(example: Any) -> Any:
     return dict(example) if type(example) is dict else example
 
 
-def _is_plain_table(dataset: Any) -> bool:
-    """Return True for a ``datasets.Dataset`` without a transform."""
+def _is_table(dataset: Any, *, with_transform: bool) -> bool:
+    """Return True for a ``datasets.Dataset`` with or without a transform."""
     table = getattr(sys.modules.get("datasets.arrow_dataset"), "Dataset", None)
-    return table is not None and type(dataset) is table and dataset.format["type"] != "custom"
+    return table is not None and type(dataset) is table and (dataset.format["type"] == "custom") == with_transform
+
+
+def _say_what_is_left_out(dataset: Any) -> None:
+    """Warn of a transform that cuts a row into several, as windows of a long text."""
+    if not _is_table(dataset, with_transform=True):
+        return
+    made = max((len(next(iter(dataset[[i]].values()))) for i in range(min(8, len(dataset)))), default=1)
+    if made > 1:
+        logger.warning(
+            "the transform of the training data makes up to %d rows of one, of which the first is trained and the "
+            "others are left out: cut rows with dataset.map(..., batched=True), and give max_examples_per_person.",
+            made,
+        )
 
 
 def _refuse_known_seed(collate: Any) -> None:

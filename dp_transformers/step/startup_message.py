@@ -101,11 +101,14 @@ def noise_norm(run: PrivateRun, parameters: int) -> float:
     return step.noise_multiplier * step.max_grad_norm * math.sqrt(parameters) / step.expected_batch_size
 
 
-def warnings(run: PrivateRun, steps: int, clipper: PerExampleClipper, optimizer: Optimizer | None) -> list[str]:
-    """Return the warnings about a private training of so many steps, by an optimizer if they are planned."""
+def warnings(
+    run: PrivateRun, steps: int, clipper: PerExampleClipper, optimizer: Optimizer | None, *, passes: int = 1
+) -> list[str]:
+    """Return the warnings about a private training of so many steps. A loop that decides when it ends may take so many
+    ``passes`` of them."""
     sampling, sigma = run.mechanism.sampling, run.mechanism.at(0).noise_multiplier
     costly = sampling.warning(sigma, steps, run.state.delta or 0.1 / sampling.num_examples)
-    slow = None if optimizer is None else too_slow(run, steps, clipper, optimizer)
+    slow = None if optimizer is None else too_slow(run, steps * passes, clipper, optimizer)
     found = (hopeless(run, steps, size_of(clipper)), costly, slow, only_noise(clipper.model))
     return [warning for warning in found if warning]
 
