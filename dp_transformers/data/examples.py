@@ -39,9 +39,7 @@ class Examples:
 
     def of_draw(self, indices: Sequence[int], draw: int) -> list[Any]:
         """Return the examples of a draw."""
-        if _is_table(
-            self.dataset, with_transform=False
-        ):  # they come faster together
+        if _is_table(self.dataset, with_transform=False):  # they come faster together
             return self.dataset.__getitems__(list(indices)) if indices else []
         return self._each("example", indices, draw, lambda n: self.dataset[indices[n]])
 

@@ -369,8 +369,8 @@ class PrivacyEngine:
             distributed.call_on_rank_zero(lambda: run.say_copies(count_rows(loop.data_loader.dataset)))
         steps, further = mechanism.steps, () if loop.criterion is not None else (_LOSSES_ARE_NOT_SEEN,)
         _say(describe(run, steps, clipper, *further))
-        planned, passes = (steps, 1) if steps else (loader.steps_per_epoch, 100)
-        for warning in warnings(run, planned, clipper, loop.optimizer, passes=passes):
+        of_a_pass, passes = loader.steps_per_epoch, 1 if steps else 100
+        for warning in warnings(run, steps or of_a_pass, clipper, loop.optimizer, passes=passes):
             _say(warning)
         given_back = (loop.module, loop.optimizer)
         return (*given_back, loader) if criterion is None else (*given_back, criterion, loader)
