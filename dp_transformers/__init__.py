@@ -30,75 +30,13 @@ _ROOMS = {
     "mechanism.schedules": "ConstantSchedule ExponentialSchedule LinearSchedule StepSchedule",
     "noise.optimizers": "DPAdamW",
     "step.run": "PrivacySpent",
-    "trainer": "DPSeq2SeqTrainer DPSeq2SeqTrainingArguments DPTrainer DPTrainerMixin DPTrainingArguments "
-    "WeightAverage",
+    "trainer": "DPSeq2SeqTrainer DPSeq2SeqTrainingArguments DPTrainer DPTrainerMixin DPTrainingArguments",
+    "trainer.weight_average": "WeightAverage",
     "trl": "DPDPOConfig DPDPOTrainer DPRewardConfig DPRewardTrainer DPSFTConfig DPSFTTrainer",
 }
 _WHERE = {name: room for room, names in _ROOMS.items() for name in names.split()}
 # Without those of extras: `from dp_transformers import *` must work where these are not installed.
-__all__ = [
-    "AdaptiveClipping",
-    "AuditConfig",
-    "AutomaticClipping",
-    "BallsInBinsSampling",
-    "BandedInverseNoise",
-    "BandedNoise",
-    "BufferedNoise",
-    "ConstantSchedule",
-    "CyclicPoissonSampling",
-    "DPAdamW",
-    "DPSeq2SeqTrainer",
-    "DPSeq2SeqTrainingArguments",
-    "DPTrainer",
-    "DPTrainerMixin",
-    "DPTrainingArguments",
-    "ExponentialSchedule",
-    "FixedOrderSampling",
-    "FlatClipping",
-    "IndependentNoise",
-    "LinearSchedule",
-    "Mechanism",
-    "ModuleValidator",
-    "NormalisedClipping",
-    "PerExampleClipper",
-    "PerGroupClipping",
-    "PerLayerClipping",
-    "PerSampleAdaptiveClipping",
-    "PoissonSampling",
-    "PrivacyEngine",
-    "PrivacySpent",
-    "PrivacyUnit",
-    "RandomAllocationSampling",
-    "Release",
-    "ScheduledClipping",
-    "ScheduledNoise",
-    "ScheduledPoissonSampling",
-    "StepSchedule",
-    "TruncatedPoissonSampling",
-    "WeightAverage",
-    "calibrate_noise_multiplier",
-    "check_model",
-    "check_per_sample_gradients_are_correct",
-    "clopper_pearson_epsilon_lower_bound",
-    "clopper_pearson_gdp_lower_bound",
-    "compute_epsilon",
-    "find_example_losses",
-    "first_rows_of_each",
-    "keep_documents_apart",
-    "largest_one_run_bound",
-    "membership_report",
-    "one_run_epsilon_lower_bound",
-    "one_run_fdp_epsilon_lower_bound",
-    "one_run_gdp_lower_bound",
-    "padded_blocks",
-    "plan",
-    "plan_units",
-    "register_accountant",
-    "register_grad_sampler",
-    "register_module_fixer",
-    "register_module_validator",
-    "register_norm_sampler",
-]
+__all__ = sorted(name for name, room in _WHERE.items() if room != "trl")
 
 # What loops that come from Opacus import, and what does it here.
 _OF_OPACUS = {
@@ -120,63 +58,74 @@ _OF_OPACUS = {
     "get_noise_multiplier": "calibrate_noise_multiplier does this",
 }
 
-if TYPE_CHECKING:
-    from .auditing.canaries import AuditConfig
-    from .auditing.estimators import (
-        clopper_pearson_epsilon_lower_bound,
-        clopper_pearson_gdp_lower_bound,
-        largest_one_run_bound,
-        one_run_epsilon_lower_bound,
-        one_run_fdp_epsilon_lower_bound,
-        one_run_gdp_lower_bound,
-    )
-    from .auditing.membership import membership_report
-    from .checks.validation import ModuleValidator, register_module_fixer, register_module_validator
-    from .clipping import (
-        PerExampleClipper,
-        check_model,
-        check_per_sample_gradients_are_correct,
-        register_grad_sampler,
-        register_norm_sampler,
-    )
-    from .data.documents import first_rows_of_each, keep_documents_apart, padded_blocks
-    from .engine import PrivacyEngine
-    from .losses.example_losses import find_example_losses
-    from .mechanism.accounting import calibrate_noise_multiplier, compute_epsilon, register_accountant
-    from .mechanism.clipping_functions import (
-        AdaptiveClipping,
-        AutomaticClipping,
-        FlatClipping,
-        NormalisedClipping,
-        PerGroupClipping,
-        PerLayerClipping,
-        PerSampleAdaptiveClipping,
-        ScheduledClipping,
-    )
-    from .mechanism.mechanism import Mechanism, PrivacyUnit, Release
-    from .mechanism.noise import BandedInverseNoise, BandedNoise, BufferedNoise, IndependentNoise, ScheduledNoise
-    from .mechanism.planner import plan, plan_units
-    from .mechanism.sampling import (
-        BallsInBinsSampling,
-        CyclicPoissonSampling,
-        FixedOrderSampling,
-        PoissonSampling,
-        RandomAllocationSampling,
-        ScheduledPoissonSampling,
-        TruncatedPoissonSampling,
-    )
-    from .mechanism.schedules import ConstantSchedule, ExponentialSchedule, LinearSchedule, StepSchedule
-    from .noise.optimizers import DPAdamW
-    from .step.run import PrivacySpent
-    from .trainer import (
-        DPSeq2SeqTrainer,
-        DPSeq2SeqTrainingArguments,
-        DPTrainer,
-        DPTrainerMixin,
-        DPTrainingArguments,
-        WeightAverage,
-    )
-    from .trl import DPDPOConfig, DPDPOTrainer, DPRewardConfig, DPRewardTrainer, DPSFTConfig, DPSFTTrainer  # noqa: F401  (of an extra)
+if TYPE_CHECKING:  # "as" tells type checkers that a name is public
+    from .auditing.canaries import AuditConfig as AuditConfig
+    from .auditing.estimators import clopper_pearson_epsilon_lower_bound as clopper_pearson_epsilon_lower_bound
+    from .auditing.estimators import clopper_pearson_gdp_lower_bound as clopper_pearson_gdp_lower_bound
+    from .auditing.estimators import largest_one_run_bound as largest_one_run_bound
+    from .auditing.estimators import one_run_epsilon_lower_bound as one_run_epsilon_lower_bound
+    from .auditing.estimators import one_run_fdp_epsilon_lower_bound as one_run_fdp_epsilon_lower_bound
+    from .auditing.estimators import one_run_gdp_lower_bound as one_run_gdp_lower_bound
+    from .auditing.membership import membership_report as membership_report
+    from .checks.validation import ModuleValidator as ModuleValidator
+    from .checks.validation import register_module_fixer as register_module_fixer
+    from .checks.validation import register_module_validator as register_module_validator
+    from .clipping import PerExampleClipper as PerExampleClipper
+    from .clipping import check_model as check_model
+    from .clipping import check_per_sample_gradients_are_correct as check_per_sample_gradients_are_correct
+    from .clipping import register_grad_sampler as register_grad_sampler
+    from .clipping import register_norm_sampler as register_norm_sampler
+    from .data.documents import first_rows_of_each as first_rows_of_each
+    from .data.documents import keep_documents_apart as keep_documents_apart
+    from .data.documents import padded_blocks as padded_blocks
+    from .engine import PrivacyEngine as PrivacyEngine
+    from .losses.example_losses import find_example_losses as find_example_losses
+    from .mechanism.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
+    from .mechanism.accounting import compute_epsilon as compute_epsilon
+    from .mechanism.accounting import register_accountant as register_accountant
+    from .mechanism.clipping_functions import AdaptiveClipping as AdaptiveClipping
+    from .mechanism.clipping_functions import AutomaticClipping as AutomaticClipping
+    from .mechanism.clipping_functions import FlatClipping as FlatClipping
+    from .mechanism.clipping_functions import NormalisedClipping as NormalisedClipping
+    from .mechanism.clipping_functions import PerGroupClipping as PerGroupClipping
+    from .mechanism.clipping_functions import PerLayerClipping as PerLayerClipping
+    from .mechanism.clipping_functions import PerSampleAdaptiveClipping as PerSampleAdaptiveClipping
+    from .mechanism.clipping_functions import ScheduledClipping as ScheduledClipping
+    from .mechanism.mechanism import Mechanism as Mechanism
+    from .mechanism.mechanism import PrivacyUnit as PrivacyUnit
+    from .mechanism.mechanism import Release as Release
+    from .mechanism.noise import BandedInverseNoise as BandedInverseNoise
+    from .mechanism.noise import BandedNoise as BandedNoise
+    from .mechanism.noise import BufferedNoise as BufferedNoise
+    from .mechanism.noise import IndependentNoise as IndependentNoise
+    from .mechanism.noise import ScheduledNoise as ScheduledNoise
+    from .mechanism.planner import plan as plan
+    from .mechanism.planner import plan_units as plan_units
+    from .mechanism.sampling import BallsInBinsSampling as BallsInBinsSampling
+    from .mechanism.sampling import CyclicPoissonSampling as CyclicPoissonSampling
+    from .mechanism.sampling import FixedOrderSampling as FixedOrderSampling
+    from .mechanism.sampling import PoissonSampling as PoissonSampling
+    from .mechanism.sampling import RandomAllocationSampling as RandomAllocationSampling
+    from .mechanism.sampling import ScheduledPoissonSampling as ScheduledPoissonSampling
+    from .mechanism.sampling import TruncatedPoissonSampling as TruncatedPoissonSampling
+    from .mechanism.schedules import ConstantSchedule as ConstantSchedule
+    from .mechanism.schedules import ExponentialSchedule as ExponentialSchedule
+    from .mechanism.schedules import LinearSchedule as LinearSchedule
+    from .mechanism.schedules import StepSchedule as StepSchedule
+    from .noise.optimizers import DPAdamW as DPAdamW
+    from .step.run import PrivacySpent as PrivacySpent
+    from .trainer import DPSeq2SeqTrainer as DPSeq2SeqTrainer
+    from .trainer import DPSeq2SeqTrainingArguments as DPSeq2SeqTrainingArguments
+    from .trainer import DPTrainer as DPTrainer
+    from .trainer import DPTrainerMixin as DPTrainerMixin
+    from .trainer import DPTrainingArguments as DPTrainingArguments
+    from .trainer.weight_average import WeightAverage as WeightAverage
+    from .trl import DPDPOConfig as DPDPOConfig
+    from .trl import DPDPOTrainer as DPDPOTrainer
+    from .trl import DPRewardConfig as DPRewardConfig
+    from .trl import DPRewardTrainer as DPRewardTrainer
+    from .trl import DPSFTConfig as DPSFTConfig
+    from .trl import DPSFTTrainer as DPSFTTrainer
 
 
 def __getattr__(name: str) -> Any:

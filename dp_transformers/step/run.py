@@ -266,7 +266,7 @@ class PrivateRun:
         """Warn of rows that come more often than epsilon is for. ``counted`` says how often each row comes."""
         mechanism, sampling = self.mechanism, self.mechanism.sampling
         copies = [n for n in counted.values() if n > mechanism.unit.max_examples_per_person]
-        if not copies or self.not_private_because:
+        if not copies or mechanism.unit.is_person or self.not_private_because:
             return
         most, delta = max(copies), self.state.delta or 0.1 / sampling.num_examples
         steps = mechanism.steps or steps_per_epoch(sampling.num_examples, mechanism.at(0).expected_batch_size)

@@ -2,13 +2,5 @@
 
 from .dp_config import DPSeq2SeqTrainingArguments, DPTrainingArguments
 from .mixin import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
-from .weight_average import WeightAverage
 
-__all__ = [
-    "DPSeq2SeqTrainer",
-    "DPSeq2SeqTrainingArguments",
-    "DPTrainer",
-    "DPTrainerMixin",
-    "DPTrainingArguments",
-    "WeightAverage",
-]
+__all__ = ["DPSeq2SeqTrainer", "DPSeq2SeqTrainingArguments", "DPTrainer", "DPTrainerMixin", "DPTrainingArguments"]
