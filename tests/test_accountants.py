@@ -21,7 +21,7 @@ from dp_transformers import (
     calibrate_noise_multiplier,
     compute_epsilon,
 )
-from dp_transformers.mechanism.accounting import PrivacyAccountant, accountants, event_epsilon, register_accountant
+from dp_transformers.mechanism.accounting import accountants, event_epsilon, register_accountant
 from dp_transformers.mechanism.sampling import Sampling
 from dp_transformers.reports import certificate
 from dp_transformers.reports.findings import Report, look
@@ -77,9 +77,6 @@ def test_functions_take_it():
     assert set(own.asked) == {(1e-3, "add_or_remove_one")}
     found = calibrate_noise_multiplier(4.0, 1e-3, 0.2, 5, own)
     assert found == pytest.approx(calibrate_noise_multiplier(2.0, 1e-3, 0.2, 5), rel=2e-3)
-    run = PrivacyAccountant(own)
-    run.step(noise_multiplier=1.0, sample_rate=0.2, steps=5)
-    assert run.accountant == "twice" and run.epsilon(1e-3) == 2 * compute_epsilon(1.0, 0.2, 5, 1e-3)
 
 
 def test_it_may_know_what_nobody_else_does():

@@ -14,12 +14,12 @@ import torch
 from mechanisms import Automatic, Capped, EverybodyInTurn, GrowingBatches, Halving, OverTwoSteps
 
 from dp_transformers.mechanism.accounting import (
-    PrivacyAccountant,
     calibrate_noise_multiplier,
     compute_epsilon,
     event_epsilon,
     group_epsilon,
 )
+from dp_transformers.mechanism.accounting.events import phases_epsilon
 from dp_transformers.mechanism.clipping_functions import ClippingFunction, FlatClipping
 from dp_transformers.mechanism.mechanism import Mechanism, PrivacyUnit, Release
 from dp_transformers.mechanism.noise import IndependentNoise
@@ -107,10 +107,7 @@ def test_releases_are_paid_for():
 
 def test_schedules_are_composed_step_by_step():
     scheduled = mechanism(sampling=GrowingBatches(1000, 50, 10), noise=Halving(1.6, 20))
-    accountant = PrivacyAccountant()
-    for sigma, q, steps in ((1.6, 0.05, 10), (1.6, 0.1, 10), (0.8, 0.1, 10)):
-        accountant.step(noise_multiplier=sigma, sample_rate=q, steps=steps)
-    assert scheduled.epsilon(DELTA) == accountant.epsilon(DELTA)
+    assert scheduled.epsilon(DELTA) == phases_epsilon([(1.6, 0.05, 10), (1.6, 0.1, 10), (0.8, 0.1, 10)], DELTA)
     assert scheduled.at(25) == StepParameters(0.1, 100, 0.8, 0.5) and scheduled.at(25).noise_std == 0.4
     assert scheduled.planned(15, 10) == {StepParameters(0.1, 100, 1.6, 0.5): 5, StepParameters(0.1, 100, 0.8, 0.5): 5}
     assert scheduled.costliest(30) == StepParameters(0.1, 100, 0.8, 0.5)

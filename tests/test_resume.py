@@ -38,7 +38,7 @@ from world import World
 
 from dp_transformers import DPTrainer, DPTrainingArguments, PrivacyEngine, compute_epsilon
 from dp_transformers.clipping.parallel.dtensor import to_local
-from dp_transformers.mechanism.accounting import PrivacyAccountant
+from dp_transformers.mechanism.accounting.events import phases_epsilon
 from dp_transformers.mechanism.clipping_functions import FlatClipping
 from dp_transformers.mechanism.mechanism import Mechanism
 from dp_transformers.mechanism.noise import BandedInverseNoise, BandedNoise
@@ -590,10 +590,8 @@ def test_steps_count_with_the_noise_that_the_ledger_says(tmp_path):
     path.write_text(json.dumps(content))
     trainer = build(DPTrainer, tmp_path, max_steps=8)
     trainer.train(resume_from_checkpoint=True)
-    accountant = PrivacyAccountant(ACCOUNTANT)
-    for used, steps in ((before, 6), (900.0, 2)):
-        accountant.step(noise_multiplier=used, sample_rate=0.2, steps=steps)
-    assert trainer.privacy_spent().epsilon == pytest.approx(accountant.epsilon(DELTA), rel=1e-9)
+    epsilon = phases_epsilon([(before, 0.2, 6), (900.0, 0.2, 2)], DELTA, ACCOUNTANT)
+    assert trainer.privacy_spent().epsilon == pytest.approx(epsilon, rel=1e-9)
 
 
 def test_accountant_and_physical_batch_size_may_change(trained):

@@ -113,10 +113,8 @@ def _is_table(dataset: Any, *, with_transform: bool) -> bool:
 
 def _say_what_is_left_out(dataset: Any) -> None:
     """Warn of a transform that cuts a row into several, as windows of a long text."""
-    if not _is_table(dataset, with_transform=True):
-        return
-    made = max((len(next(iter(dataset[[i]].values()))) for i in range(min(8, len(dataset)))), default=1)
-    if made > 1:
+    first = range(min(8, len(dataset)) if _is_table(dataset, with_transform=True) else 0)
+    if (made := max((len(next(iter(dataset[[i]].values()))) for i in first), default=1)) > 1:
         logger.warning(
             "the transform of the training data makes up to %d rows of one, of which the first is trained and the "
             "others are left out: cut rows with dataset.map(..., batched=True), and give max_examples_per_person.",

@@ -30,13 +30,11 @@ class WeightAverage(TrainerCallback):
     def __init__(self, decay: float):
         if not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}: 0.999 averages about 1,000 steps.")
-        self.decay = decay
+        self.decay, self._average = decay, list[torch.Tensor]()
         self._weights: list[torch.Tensor] = []  # what the steps go on from, while the model holds the average
-        self._average: list[torch.Tensor] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trained = _trained(kwargs["model"])
-        self._weights, self._average = [], [t.to(torch.float32, copy=True) for t in trained]
+        self._weights, self._average = [], [t.to(torch.float32, copy=True) for t in _trained(kwargs["model"])]
         if os.path.isfile(file := _file(args, state)):
             self._weights, self._average = torch.load(file, map_location=args.device, weights_only=True)
 
@@ -62,5 +60,5 @@ def _trained(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _file(args: TrainingArguments, state: TrainerState) -> str:
-    folder = os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-    return os.path.join(folder, f"weight_average_{distributed.rank()}.pt")
+    folder = f"{args.output_dir}/{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    return f"{folder}/weight_average_{distributed.rank()}.pt"

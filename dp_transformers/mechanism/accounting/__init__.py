@@ -18,27 +18,23 @@ noise and steps. `dp_accounting`, numpy and scipy are imported by the first call
 
 from __future__ import annotations
 
-from collections import Counter
-
 from .accountants import (
     ACCOUNTANTS,
     Accountant,
     check_accountant,
     check_count,
     check_delta,
-    check_epsilon,
     check_noise,
     check_rate,
     register_accountant,
 )
-from .calibration import calibrate_noise_multiplier, largest_within
+from .calibration import calibrate_noise_multiplier
 from .events import event_epsilon, phases_epsilon
-from .gaussian import GaussianStep, Phase, group_epsilon
+from .gaussian import group_epsilon
 
 __all__ = [
     "ACCOUNTANTS",
     "Accountant",
-    "PrivacyAccountant",
     "calibrate_noise_multiplier",
     "compute_epsilon",
     "event_epsilon",
@@ -72,69 +68,6 @@ def compute_epsilon(
         >>> round(compute_epsilon(noise_multiplier=1.0, sample_rate=0.01, steps=1000, delta=1e-5), 2)
         1.83
     """
-    run = PrivacyAccountant(accountant)
-    run.step(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
-    return run.epsilon(delta)
-
-
-class PrivacyAccountant:
-    """Accounts for a run in which σ and q may change from step to step.
-
-    Args:
-        accountant: `"pld"` or `"rdp"` (see the module's docstring), or one of your own (`Accountant`).
-    """
-
-    def __init__(self, accountant: str | Accountant = "pld") -> None:
-        self.accountant = check_accountant(accountant)
-        self._counts: Counter[GaussianStep] = Counter()
-
-    def step(self, *, noise_multiplier: float, sample_rate: float, steps: int = 1) -> None:
-        """Count `steps` steps taken with this σ and q. Equal pairs are merged, since composition has no order.
-
-        Raises:
-            ValueError: An argument is out of range.
-        """
-        mechanism = check_noise(noise_multiplier), check_rate(sample_rate)
-        if steps := check_count("steps", steps):
-            self._counts[mechanism] += steps
-
-    @property
-    def steps(self) -> int:
-        """Number of steps counted so far, over all phases."""
-        return self._counts.total()
-
-    @property
-    def history(self) -> list[Phase]:
-        """`(noise_multiplier, sample_rate, steps)` of each distinct mechanism, in order of first use."""
-        return [(sigma, q, n) for (sigma, q), n in self._counts.items()]
-
-    def epsilon(self, delta: float) -> float:
-        """Return ε spent so far at `delta`, as `compute_epsilon` does for one phase.
-
-        Repeated calls are cheap (tens of milliseconds), since the cost of finished phases is cached. With more than 64
-        distinct mechanisms, σ is rounded down and q up to a common grid, which is still an upper bound: 10,000 values
-        of σ between 0.8 and 1.6 take seconds, for an ε that is 3.3% larger.
-
-        Raises:
-            ValueError: `delta` is not in (0, 1).
-        """
-        return phases_epsilon(self.history, check_delta("delta", delta), self.accountant)
-
-    def max_steps(
-        self, *, target_epsilon: float, delta: float, noise_multiplier: float, sample_rate: float, limit: int
-    ) -> int:
-        """Return the largest k <= `limit` such that k more steps of (σ, q) keep `epsilon(delta)` <= `target_epsilon`;
-        0 if none fits. Nothing is counted.
-
-        Raises:
-            ValueError: An argument is out of range.
-        """
-        target, delta = check_epsilon("target_epsilon", target_epsilon), check_delta("delta", delta)
-        mechanism, limit = (check_noise(noise_multiplier), check_rate(sample_rate)), check_count("limit", limit)
-
-        def epsilon_after(k: int) -> float:
-            after = self._counts + Counter({mechanism: k})
-            phases = [(sigma, q, n) for (sigma, q), n in after.items()]
-            return phases_epsilon(phases, delta, self.accountant)
-
-        return largest_within(epsilon_after, target, limit)
+    name = check_accountant(accountant)
+    phase = check_noise(noise_multiplier), check_rate(sample_rate), check_count("steps", steps)
+    return phases_epsilon([phase] if phase[2] else [], check_delta("delta", delta), name)

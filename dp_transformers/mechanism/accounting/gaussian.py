@@ -43,7 +43,7 @@ def group_epsilon(phases: Iterable[Phase], rows: int, delta: float) -> float:
     a dominating mixture of Gaussians (Ganesh 2024, arXiv:2401.10294, Theorem 3.1).
 
     Args:
-        phases: `(noise_multiplier, sample_rate, steps)`, as `PrivacyAccountant.history`.
+        phases: `(noise_multiplier, sample_rate, steps)`.
         rows: Size of the group, at least 1.
         delta: The δ of (ε, δ)-DP, in (0, 1).
     """

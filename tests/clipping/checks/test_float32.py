@@ -236,8 +236,7 @@ class Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight):
-        ctx.weight = weight.bfloat16()
-        width = x.shape[-1] // (2 if len(x) > 1 else 1)
+        ctx.weight, width = weight.bfloat16(), x.shape[-1] // (2 if len(x) > 1 else 1)
         parts = zip(x.bfloat16().split(width, -1), ctx.weight.split(width, -1), strict=True)
         return sum(part @ columns.T for part, columns in parts).to(x.dtype)
 
@@ -247,12 +246,12 @@ class Product(torch.autograd.Function):
 
 
 class Quantised(nn.Module):
-    """A frozen layer as bitsandbytes has it, on a CPU with AVX512-BF16: numbers of four bits, products in bf16, and in
-    evaluation another order of the weights, with which nothing goes back."""
+    """A frozen layer as bitsandbytes has it, on a CPU with AVX512-BF16, with an adapter in bf16: numbers of four bits,
+    products in bf16, and in evaluation another order of the weights, with which nothing goes back."""
 
-    def __init__(self, width=16):
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randint(0, 16, (width, width), dtype=torch.uint8), requires_grad=False)
+        self.weight = nn.Parameter(torch.randint(0, 16, (16, 16), dtype=torch.uint8), requires_grad=False)
         self.support_avx512bf16_for_cpu, self.is_packed = True, False
 
     def forward(self, x):
@@ -262,25 +261,18 @@ class Quantised(nn.Module):
         return Product.apply(x.detach() if self.is_packed else x, weight)
 
 
-class Adapted(nn.Module):
-    """Two quantised layers with adapters in bf16."""
-
-    def __init__(self):
-        super().__init__()
-        self.base = nn.ModuleList([Quantised(), Quantised()])
-        self.a = nn.ModuleList([nn.Linear(16, 2, bias=False), nn.Linear(16, 2, bias=False)]).bfloat16()
-        self.b = nn.ModuleList([nn.Linear(2, 16, bias=False), nn.Linear(2, 16, bias=False)]).bfloat16()
-
-    def forward(self, x):
-        for base, a, b in zip(self.base, self.a, self.b, strict=True):
-            x = torch.tanh(base(x) + b(a(x.to(a.weight.dtype))).to(x.dtype))
-        return x.mean(1)
+def adapted(model, x):
+    for base, adapter in zip(model.base, model.adapters, strict=True):
+        x = torch.tanh(base(x) + adapter(x.to(adapter.weight.dtype)).to(x.dtype))
+    return x.mean(1)
 
 
 def test_adapters_in_bf16_on_a_quantised_base_train(caplog):
     """Also after an evaluation, in which such a base would be packed."""
     torch.manual_seed(0)
-    model, x, sums = Adapted(), torch.randn(8, 6, 16), []
+    base, adapters = ([make(), make()] for make in (Quantised, lambda: nn.Linear(16, 16).bfloat16()))
+    model = Calls(adapted, base=nn.ModuleList(base), adapters=nn.ModuleList(adapters))
+    x, sums = torch.randn(8, 6, 16), []
     clipper = PerExampleClipper(model, 0.1)
     for _ in range(2):
         clipper.backward(F.cross_entropy(model(x), torch.arange(8) % 3, reduction="none"))
