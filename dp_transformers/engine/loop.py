@@ -141,7 +141,7 @@ class PrivateLoop:
             ValueError: there was an unfinished draw, or a batch of it left something behind in the model, and no
                 other error is on its way.
         """
-        unfinished = self.step.order.is_unfinished
+        unfinished = self.step.order.is_unfinished and self.run.steps_left > 0  # else no step followed
         _ATTACHED.pop(id(self.clipper.model), None)
         self.step.close()
         self.run.unfinished += unfinished
