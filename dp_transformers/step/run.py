@@ -271,13 +271,17 @@ class PrivateRun:
         most, delta = max(copies), self.state.delta or 0.1 / sampling.num_examples
         steps = mechanism.steps or steps_per_epoch(sampling.num_examples, mechanism.at(0).expected_batch_size)
         planned: Any = {"accountant": self.accountant, "executed": [mechanism.planned(0, steps)]}
+        try:
+            of_person = mechanism.epsilon(delta, **planned, rows=most)
+        except ValueError:  # there is no bound for several rows
+            of_person = math.inf
         logger.warning(
             "%d of the %d rows of the training data equal another one, one of them %d times. Epsilon is for one row: "
             "after %d steps it is %.3g (at delta %.2g), and for a person whose %d rows these are it is %.3g. Weigh "
             "losses in the place of copying rows, or give max_examples_per_person=%d.",
             sum(copies), sampling.num_examples, most,
             steps, mechanism.epsilon(delta, **planned), delta,
-            most, mechanism.epsilon(delta, **planned, rows=most) if sampling.min_separation == 1 else math.inf, most,
+            most, of_person, most,
         )  # fmt: skip
 
     def _record_beginning(self, ledger: Ledger) -> None:
