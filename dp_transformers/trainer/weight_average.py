@@ -25,6 +25,13 @@ class WeightAverage(TrainerCallback):
 
     Args:
         decay: At least 0 and below 1. About 1/(1 - decay) steps are averaged.
+
+    Example::
+
+        >>> from dp_transformers import WeightAverage
+        >>> average = WeightAverage(0.999)  # trainer = DPTrainer(..., callbacks=[average])
+        >>> average.decay
+        0.999
     """
 
     def __init__(self, decay: float):
