@@ -12,9 +12,11 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import BertConfig, BertForSequenceClassification
@@ -24,7 +26,7 @@ from dp_transformers import PrivacyEngine
 PERSONS, ROWS, VIEWS, CLASSES = 16, 4, 8, 10
 
 
-def bert() -> nn.Module:
+def bert(lora: bool = False) -> nn.Module:
     config = BertConfig(
         vocab_size=2000, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512,
         max_position_embeddings=64, num_labels=CLASSES, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
@@ -33,7 +35,9 @@ def bert() -> nn.Module:
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = BertForSequenceClassification(config)
+            net = BertForSequenceClassification(config)
+            adapters = LoraConfig(r=8, target_modules=["query", "key", "value"], modules_to_save=["classifier"])
+            self.net = get_peft_model(net, adapters) if lora else net
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.net(input_ids=ids).logits
@@ -105,7 +109,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     few = Turned(*(x[:PERSONS] for x in images.tensors))
     owners = {"unit_column": [i % PERSONS for i in range(number)], "rows_per_unit": ROWS}
     table = []
-    for name, build, data in (("BERT, 2 layers", bert, texts), ("CNN, 26 k", convolutional, images)):
+    for name, build, data in (
+        ("BERT, 2 layers", bert, texts),
+        ("its LoRA", partial(bert, lora=True), texts),
+        ("CNN, 26 k", convolutional, images),
+    ):
         found = medians(
             {
                 "plain": lambda build=build, data=data: plain(build(), data, number),

@@ -109,7 +109,7 @@ class MeasuringPass:
         """Add the norm of the sum of ``terms``, all uses of a parameter, with an allowance for the rounding of those
         that are ``inexact``."""
         if self.forward.units is not None:
-            norms.add(self.forward.units.norms(terms, instantiate=self.instantiate))
+            self.forward.units.add_norms(norms, terms, instantiate=self.instantiate)
             return
         measured = norm_of_sum(terms, instantiate=self.instantiate, cache=self.cache)
         rounding = SPLIT if any(t.is_bf16 for t in inexact) else FP32
@@ -140,7 +140,10 @@ class _KeptGroup:
         for small in self.small.values():
             joined = Dense(torch.cat(list(small.values()), 1) if len(small) > 1 else next(iter(small.values())))
             self._concatenated.append((list(small), [x.shape[1] for x in small.values()], joined))
-            self.norms.add(joined.norm() if self._units is None else self._units.norms([joined]))
+            if self._units is None:
+                self.norms.add(joined.norm())
+            else:
+                self._units.add_norms(self.norms, [joined])
         self.small.clear()
 
     def small_sums(self, clipped: Coefficients) -> dict[nn.Parameter, torch.Tensor]:

@@ -71,15 +71,21 @@ class Units:
         """Return (U,) zeros."""
         return torch.zeros(len(self.ids), dtype=torch.float32, device=self.of_row.device)
 
-    def norms(self, terms: Sequence[Term], *, instantiate: bool = False) -> DirectNorm:
-        """Return the (U,) norms of the sum of ``terms``, all uses of one parameter, with allowances for rounding."""
+    def add_norms(self, norms: NormAccumulator, terms: Sequence[Term], *, instantiate: bool = False) -> None:
+        """Add the (U,) norms of the sum of ``terms``, all uses of one parameter, with allowances for rounding."""
+        if len(self._classes) == 1:
+            _add(norms, terms, self._classes[0][1], instantiate=instantiate)
+            return
         norm_sq_u = self.zeros()
         for units, regrouping in self._classes:
-            of_units = [term.regrouped(regrouping) for term in terms]
-            norms = NormAccumulator()
-            rounding = SPLIT if any(term.is_bf16 for term in of_units) else FP32
-            measured = norm_of_sum(of_units, instantiate=instantiate, cache=regrouping.cache)
-            norms.add(measured, position_norms(of_units, regrouping.cache), rounding)
-            total = norms.total(norm_sq_u.device)
-            norm_sq_u[units] = cast(torch.Tensor, total)  # a norm was added
-        return DirectNorm(norm_sq_u.sqrt_())
+            _add(own := NormAccumulator(), terms, regrouping, instantiate=instantiate)
+            norm_sq_u[units] = cast(torch.Tensor, own.total(norm_sq_u.device))  # a norm was added
+        norms.add(DirectNorm(norm_sq_u.sqrt_()))
+
+
+def _add(norms: NormAccumulator, terms: Sequence[Term], regrouping: Regrouping, *, instantiate: bool) -> None:
+    """Add the norms of units of one size."""
+    of_units = [term.regrouped(regrouping) for term in terms]
+    rounding = SPLIT if any(term.is_bf16 for term in of_units) else FP32
+    measured = norm_of_sum(of_units, instantiate=instantiate, cache=regrouping.cache)
+    norms.add(measured, position_norms(of_units, regrouping.cache), rounding)
