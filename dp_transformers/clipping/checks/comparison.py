@@ -50,6 +50,10 @@ class Errors(NamedTuple):
         return self.sum <= TOLERANCE[self.low_precision] and not bool(self.wrong_b.any())
 
     @property
+    def have_same_losses(self) -> bool:
+        return bool((self.loss_b <= TOLERANCE[self.low_precision]).all())
+
+    @property
     def wrong_b(self) -> torch.Tensor:
         """(k,) bool: rows with another norm or loss than alone."""
         tolerance = TOLERANCE[self.low_precision]
