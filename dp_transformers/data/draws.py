@@ -192,8 +192,6 @@ class LogicalBatches(Dataset):
         """Return the rows of a draw, and the function that joins some of them."""
         loaded = self._examples.of_draw(indices, draw)
         refuse_rows_loaded_from_one(indices, loaded, self._copies)
-        if self.units is not None:
-            loaded = [*map(self.units.without_owner, loaded)]
         if self._is_collator_known and are_of_one_kind(loaded):
             if draws_numbers(self._collate):
                 self._seeds.reseed(f"batches of draw {draw}")

@@ -27,13 +27,11 @@ class Units:
         rows: The indices of each unit's rows.
         most_rows: The number of rows that a draw takes of a unit at most; of more, a fresh random part.
         views: The number of times that a row is loaded, each time under random numbers of its own.
-        column: The column that names the owner, which the model does not get.
     """
 
     rows: Sequence[Sequence[int]]
     most_rows: int = 1
     views: int = 1
-    column: str | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -57,12 +55,6 @@ class Units:
         if len(rows) <= self.most_rows:
             return rows
         return random.Random(seeds.number(f"rows of unit {unit} in draw {draw}")).sample(rows, self.most_rows)
-
-    def without_owner(self, row: Any) -> Any:
-        """Return a loaded row without the column of owners."""
-        if self.column is None or not isinstance(row, Mapping):
-            return row
-        return {name: x for name, x in row.items() if name != self.column}
 
 
 def cut(rows: Sequence[Any], sizes: Sequence[int], most: int) -> list[list[list[Any]]]:
@@ -88,17 +80,14 @@ def units_of(
     Raises:
         ValueError: rows have no owner, or owners that are not comparable.
     """
-    column = owners if isinstance(owners, str) else None
     if owners is not None and hasattr(dataset, "__len__") and len(dataset):  # others are refused later
         of_rows = owners_in(dataset, owners)
         if unit.is_person:
-            return dataset, Units(_rows_of_each(of_rows), unit.rows_per_step, views, column)
+            return dataset, Units(_rows_of_each(of_rows), unit.rows_per_step, views)
         kept = first_rows_of_each(of_rows, unit.max_examples_per_person)
         if len(kept) < len(dataset):
             dataset = dataset.select(kept) if hasattr(dataset, "select") else Subset(dataset, kept)
-    if views == 1 and column is None:
-        return dataset, None
-    return dataset, Units([(i,) for i in range(len(dataset))], 1, views, column)
+    return dataset, None if views == 1 else Units([(i,) for i in range(len(dataset))], 1, views)
 
 
 def _rows_of_each(owners: Sequence[Any]) -> list[list[int]]:

@@ -50,14 +50,13 @@ class Errors(NamedTuple):
         return self.sum <= TOLERANCE[self.low_precision] and not bool(self.wrong_b.any())
 
     @property
-    def have_same_losses(self) -> bool:
-        return bool((self.loss_b <= TOLERANCE[self.low_precision]).all())
+    def wrong_losses_b(self) -> torch.Tensor:
+        return ~(self.loss_b <= TOLERANCE[self.low_precision])
 
     @property
     def wrong_b(self) -> torch.Tensor:
         """(k,) bool: rows with another norm or loss than alone."""
-        tolerance = TOLERANCE[self.low_precision]
-        return ~(self.norm_b <= tolerance) | ~(self.loss_b <= tolerance)
+        return ~(self.norm_b <= TOLERANCE[self.low_precision]) | self.wrong_losses_b
 
 
 @dataclass

@@ -191,7 +191,7 @@ class Oracle:
                 f"batch ({where}), or the model or its loss mixes examples by what is in the longest. {HOW_TO_PAD} "
                 f"{HOW_TO_FIND}."
             )
-        if errors.have_same_losses:
+        if not errors.wrong_losses_b.any():
             raise SelfCheckError(
                 f"an example has another gradient beside other examples than alone, though its loss is the same, so "
                 f"clipping is not exact for {where}: a rule is wrong for a module, or a backward pass that is not "
