@@ -19,7 +19,6 @@ from transformers import TrainerCallback
 
 from ..runtime import distributed
 from ..runtime.randomness import seeded_global_generators
-from .estimators import largest_one_run_bound, one_run_epsilon_lower_bound, one_run_fdp_epsilon_lower_bound
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +119,8 @@ class CanaryAudit(TrainerCallback):
         self._announce(config.num_canaries, config.guesses, args.target_delta)
 
     def _announce(self, canaries: int, guesses: int, delta: float) -> None:
+        from .estimators import largest_one_run_bound  # scipy.stats takes half a second to import
+
         largest = largest_one_run_bound(canaries, guesses, delta, self.config.each)
         self._trainer._say(
             f"audit: each of the last {canaries} rows is in the data with probability 1/2, and {guesses} guesses can "
@@ -164,6 +165,8 @@ class CanaryAudit(TrainerCallback):
     # ---- scores ----
 
     def _bound(self, scores: np.ndarray) -> OneRunBound:
+        from .estimators import one_run_epsilon_lower_bound, one_run_fdp_epsilon_lower_bound
+
         config, delta, order = self.config, self._trainer.args.target_delta, np.argsort(scores, kind="stable")
         most = config.guesses - config.guesses // 2
         correct = int(self._is_in[order[-most:]].sum() + (~self._is_in[order[: config.guesses // 2]]).sum())

@@ -237,5 +237,5 @@ def test_rows_of_one_person_are_said(tmp_path):
     assert box.index("ε for all rows of one person (3 at most)</span><b>" + up(person)) < box.index(
         "ε for one row</span><b>" + up(mechanism().epsilon(DELTA))
     )
-    assert "Largest rate of detection of one row" in text
+    assert "Largest rate of detection, by" in text
     assert "For a person with 3 rows these ceilings do not hold" in text
