@@ -78,7 +78,7 @@ BUGS = {
         "clipping/rules/test_embedding.py",
     ),
     "an example that is not finite, kept": bug(
-        "term = term if clipped.invalid_b is None else term.zero_examples(clipped.invalid_b.to(device))",
+        "term = term if invalid_b is None else term.zero_examples(invalid_b.to(device))",
         "term = term",
         "clipping/test_modes.py",
     ),
@@ -110,8 +110,8 @@ BUGS = {
         "test_trajectories.py",
     ),
     "rows that fill a batch, counted": bug(
-        "own_b = (torch.arange(batch_size) < given.batch.examples).float()",
-        "own_b = torch.ones(batch_size)",
+        "own_b = (torch.arange(own + batch.fillers) < own).float()",
+        "own_b = torch.ones(own + batch.fillers)",
         "test_filled_batches.py",
     ),
     "noise of a key that is always the same": bug(

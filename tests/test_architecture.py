@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from planted_bugs import BUGS
 
 import dp_transformers
 
@@ -74,6 +75,13 @@ def test_nothing_grows_past_its_budget():
     assert len(package) <= 165
     assert sum(code_lines(text) for path, text in package.items() if is_guard(path)) <= 2_100
     assert sum(text.count("\n") for text in tests.values()) <= 33_080
+
+
+def test_planted_bugs_are_in_one_place_each():
+    """Or `python tests/planted_bugs.py` would plant none; it is not run for a push."""
+    texts = [path.read_text() for path in (ROOT / "dp_transformers").rglob("*.py")]
+    words = [old for bug in BUGS.values() for old, _ in bug.changes]
+    assert {old: sum(text.count(old) for text in texts) for old in words} == dict.fromkeys(words, 1)
 
 
 def test_lint():
