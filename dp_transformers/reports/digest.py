@@ -117,7 +117,7 @@ def rows_of(dataset: Any) -> Iterator[Any]:
         stored = dataset.with_format("arrow")
         return (row for table in stored.iter(_BATCH) for row in table.to_pylist())
     if hasattr(dataset, "tensors"):
-        return zip(*(tensor.tolist() for tensor in dataset.tensors), strict=True)
+        return (tuple(x.tolist() for x in row) for row in zip(*dataset.tensors, strict=True))
     raise TypeError(
         f"the data set is a {type(dataset).__name__}, and its rows may differ each time that they are read; lists, "
         "TensorDataset and datasets.Dataset have a digest"
