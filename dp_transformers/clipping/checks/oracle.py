@@ -191,19 +191,20 @@ class Oracle:
                 f"batch ({where}), or the model or its loss mixes examples by what is in the longest. {HOW_TO_PAD} "
                 f"{HOW_TO_FIND}."
             )
+        or_padding = f" Or it reads padding: {HOW_TO_PAD}" if any(padded_b) else ""
         if not errors.wrong_losses_b.any():
             raise SelfCheckError(
                 f"an example has another gradient beside other examples than alone, though its loss is the same, so "
                 f"clipping is not exact for {where}: a rule is wrong for a module, or a backward pass that is not "
                 "autograd's own mixes examples, or draws other random numbers when it runs again. Freeze your own "
-                "modules one by one until this passes, and report that one."
+                f"modules one by one until this passes, and report that one.{or_padding}"
             )
         raise SelfCheckError(
             f"an example has another loss beside other examples than alone, so clipping is not exact for {where}: the "
             "model or its loss mixes examples (batch statistics, a condition or a maximum over the batch, a loss that "
             "compares rows or averages over the batch's tokens), or draws random numbers that are other ones when it "
             f"runs again. {HOW_TO_FIND}: compute each row from itself alone, and choose by a mask (torch.where)."
-            f"{f' Or it reads padding: {HOW_TO_PAD}' if any(padded_b) else ''}"
+            f"{or_padding}"
         )
 
 
