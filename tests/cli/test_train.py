@@ -14,6 +14,7 @@ import pytest
 import question_answering
 import sft
 import summarization
+import synthetic_data
 import text_classification
 import token_classification
 import yaml
@@ -26,7 +27,8 @@ CONFIGS = Path(text_classification.__file__).parent / "configs"
 CLASSES = {
     "text_classification": text_classification, "causal_lm": causal_lm, "name_classification": name_classification,
     "image_classification": image_classification, "sft": sft, "preference_tuning": preference_tuning,
-    "question_answering": question_answering, "summarization": summarization, "token_classification": token_classification,
+    "question_answering": question_answering, "summarization": summarization, "synthetic_data": synthetic_data,
+    "token_classification": token_classification,
 }  # fmt: skip
 
 
@@ -34,7 +36,7 @@ def parse(monkeypatch, recipe, *words):
     module = CLASSES[recipe]
     monkeypatch.setattr(sys, "argv", [recipe, *map(str, words)])
     if hasattr(module, "DataArguments"):
-        example = {"example": sft.EXAMPLE, "mine": sft.MINE} if module is sft else {}
+        example = {"example": module.EXAMPLE, "mine": module.MINE} if hasattr(module, "EXAMPLE") else {}
         return fine_tuning.parse_arguments(
             "", module.DataArguments, module.ModelArguments, module.Arguments, **example
         )
