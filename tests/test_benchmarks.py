@@ -1,14 +1,18 @@
 """Every benchmark at its smallest size: that it runs, that nothing of ours fails, and that the harness measures what
 it says."""
 
+import gzip
 import json
+import math
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks import harness, report
+from benchmarks import harness, published, report
+from benchmarks.scattering import scattering
 
 pytestmark = pytest.mark.halved
 
@@ -118,3 +122,37 @@ def test_peak_counts_what_is_held_and_what_is_freed_again(benchmark):
         return (phase,)
 
     assert benchmark.peak_bytes(contender) == 4 * (1000 + 3 * 3000)
+
+
+def test_scattering_hears_a_wave_where_its_wavelet_is():
+    """A plane wave is loudest in the channel of its scale and angle, and a flat image is its mean and nothing else."""
+    rows, columns = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
+    along = [rows * math.cos(a) + columns * math.sin(a) for a in ((3 - k) * math.pi / 8 for k in range(8))]
+    waves = [torch.cos(0.75 * math.pi / 2**scale * u) for scale in range(2) for u in along]
+    found = scattering(torch.stack([*waves, torch.full((28, 28), 0.5)])[:, None])
+    assert found.shape == (17, 81, 7, 7)
+    assert found[:16, 1:17, 2:5, 2:5].mean((2, 3)).argmax(1).tolist() == list(range(16))
+    flat = torch.cat([torch.full((1, 7, 7), 0.5), torch.zeros(80, 7, 7)])
+    torch.testing.assert_close(found[16], flat, rtol=0, atol=1e-6)
+
+
+def test_published_settings_stay_within_one_budget(tmp_path, monkeypatch):
+    """Their pieces on a few random images: the net's size, a mean that is counted, and rows that are not run again."""
+    assert sum(p.numel() for p in published.conv_net(784).parameters()) == 26_010
+    for part in ("train", "t10k"):
+        for kind, size in (("images-idx3", 16 + 60 * 784), ("labels-idx1", 8 + 60)):
+            content = gzip.compress(bytes(i * i % 10 for i in range(size)))
+            (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(content)
+    names = ["flat", "centred"]
+    small = {name: replace(published.SETTINGS[name], batch=20, epochs=1, physical=30) for name in names}
+    monkeypatch.setattr(published, "SETTINGS", small)
+    for _ in range(2):
+        published.main(["--data_dir", str(tmp_path), "--results", str(tmp_path / "rows.jsonl"), "--seeds", "1"])
+    rows = published.read(tmp_path / "rows.jsonl")
+    assert [row["setting"] for row in rows] == names
+    assert all(2.95 < row["epsilon"] <= 3 for row in rows)
+    x = published.features(tmp_path, "train")[0]
+    mean, cost = published.private_mean(x)
+    error = (mean - x.mean(0)).std() * len(x) / math.sqrt(3969)  # in units of what one image adds
+    assert cost.epsilon(1e-5) < 0.25 and float(error) == pytest.approx(published.MEAN_NOISE, rel=0.1)
+    assert published.spread([0.9, 0.92]) == "91.0 ± 1.4" and len(published.table(rows)) == 4
