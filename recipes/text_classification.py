@@ -18,16 +18,28 @@ The same training without privacy, for comparison:
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import assets
 import fine_tuning
+import frozen_layers
 import numpy as np
 import torch
 from datasets import DatasetDict
+from frozen_layers import IGNORE_INDEX
 from outcome import Outcome
 from peft import TaskType
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, DataCollatorWithPadding
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+)
 
 from dp_transformers import DPTrainer
 
@@ -51,6 +63,23 @@ class ModelArguments(fine_tuning.ModelArguments):
     head_only: bool = field(
         default=False, metadata={"help": "Train the classification head only, the body stays frozen."}
     )
+    lora_layers: int | None = field(
+        default=None, metadata={"help": "Adapters in the last so many layers only; default: in all, or 2 of MiniLM."}
+    )
+    pooling: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the head reads: 'model' as the model's class for sequences has it, or 'mean' of all tokens; "
+            "default: mean for MiniLM."
+        },
+    )
+    keep_frozen: str = field(
+        default="memory",
+        metadata={
+            "help": "What layers below the first trained one give is computed once for each text, and kept in "
+            "'memory', or also in a folder for later trainings; 'no': computed in each epoch."
+        },
+    )
 
 
 @dataclass
@@ -71,21 +100,39 @@ class Arguments(fine_tuning.Arguments):
     )
 
 
-def tokenize(data: DatasetDict, args: DataArguments, tokenizer) -> tuple[DatasetDict, list]:
-    """Tokenized data with integer labels, and the class names. The classes are taken as public."""
+def tokenize(data: DatasetDict, args: DataArguments, tokenizer, is_mean: bool) -> tuple[DatasetDict, list]:
+    """Tokenized data with integer labels, one at each token for a mean over tokens, and the class names. The classes
+    are taken as public."""
     classes = sorted(set(data["train"][args.label_column]))
     index = {name: i for i, name in enumerate(classes)}
 
     def encode(rows):
         encoded = tokenizer(rows[args.text_column], truncation=True, max_length=args.max_length)
-        return {**encoded, "labels": [index[label] for label in rows[args.label_column]]}
+        labels = [index[label] for label in rows[args.label_column]]
+        if is_mean:
+            labels = [[label] * len(ids) for label, ids in zip(labels, encoded["input_ids"], strict=True)]
+        return {**encoded, "labels": labels}
 
     return data.map(encode, batched=True, remove_columns=data["train"].column_names, desc="tokenizing"), classes
 
 
-def build_model(path: str, num_labels: int, args: ModelArguments):
+def mean_over_tokens(logits_btc: torch.Tensor, labels_bt: torch.Tensor) -> torch.Tensor:
+    """Return the (B, C) mean of the logits of a text's tokens, which are those that have a label."""
+    is_token = (labels_bt != IGNORE_INDEX).unsqueeze(-1)
+    return (logits_btc * is_token).sum(1) / is_token.sum(1)
+
+
+def loss_of_mean(outputs, labels_bt: torch.Tensor) -> torch.Tensor:
+    """Return the (B,) cross-entropy of each text's mean logits."""
+    return nn.functional.cross_entropy(
+        mean_over_tokens(outputs.logits, labels_bt), labels_bt.max(1).values, reduction="none"
+    )
+
+
+def build_model(path: str, num_labels: int, args: ModelArguments, is_mean: bool):
     config = fine_tuning.set_dropout(AutoConfig.from_pretrained(path, num_labels=num_labels), args.dropout)
-    model = AutoModelForSequenceClassification.from_pretrained(path, config=config, dtype=torch.float32)
+    auto = AutoModelForTokenClassification if is_mean else AutoModelForSequenceClassification
+    model = auto.from_pretrained(path, config=config, dtype=torch.float32)
     if args.full:
         return model
     if args.head_only:
@@ -95,33 +142,48 @@ def build_model(path: str, num_labels: int, args: ModelArguments):
         for p in model.parameters():
             p.requires_grad_(id(p) in head)
         return model
-    return fine_tuning.add_lora(model, args, TaskType.SEQ_CLS)
+    return fine_tuning.add_lora(model, args, TaskType.TOKEN_CLS if is_mean else TaskType.SEQ_CLS, args.lora_layers)
 
 
 def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
+    if data_args.model_name_or_path is None:
+        model_args.pooling, model_args.lora_layers = model_args.pooling or "mean", model_args.lora_layers or 2
+    is_mean = model_args.pooling == "mean"
     with args.main_process_first(desc="fetching and tokenizing"):
         model_path = fine_tuning.check_model_name(data_args.model_name_or_path or str(assets.minilm_folder()))
         tokenizer = AutoTokenizer.from_pretrained(model_path)
         columns = {"text_column": data_args.text_column, "label_column": data_args.label_column}
         data = fine_tuning.read_examples(data_args, assets.movie_sentences, columns, seed=args.seed)
         fine_tuning.check_length(data_args.max_length, tokenizer)
-        data, classes = tokenize(data, data_args, tokenizer)
+        majority = Counter(data["test"][data_args.label_column]).most_common(1)[0][1] / len(data["test"])
+        data, classes = tokenize(data, data_args, tokenizer, is_mean)
         fine_tuning.check_batch(args, len(data["train"]))
-    model = build_model(model_path, len(classes), model_args)
-    majority = Counter(data["test"]["labels"]).most_common(1)[0][1] / len(data["test"])
+    model = build_model(model_path, len(classes), model_args, is_mean)
+    collate = (DataCollatorForTokenClassification if is_mean else DataCollatorWithPadding)(tokenizer)
 
-    trainer = DPTrainer(
-        model=model,
-        args=args,
-        train_dataset=data["train"],
-        eval_dataset=data["test"],
-        processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer),
-        compute_metrics=lambda p: {"accuracy": float((np.argmax(p.predictions, -1) == p.label_ids).mean())},
-    )
-    fine_tuning.train(trainer)
-    accuracy = trainer.evaluate()["eval_accuracy"]
+    def first_of(labels: np.ndarray) -> np.ndarray:
+        return labels.max(-1) if is_mean else labels
+
+    given = data, collate
+    kept = nullcontext(given)
+    if model_args.keep_frozen != "no" and not model_args.dropout:
+        folder = None if model_args.keep_frozen == "memory" else Path(model_args.keep_frozen)
+        kept = frozen_layers.computed_once(model.to(args.device), *given, args.per_device_eval_batch_size, folder)
+    with kept as (rows, collate):
+        trainer = DPTrainer(
+            model=model,
+            args=args,
+            train_dataset=rows["train"],
+            eval_dataset=rows["test"],
+            processing_class=tokenizer,
+            data_collator=collate,
+            per_example_loss_func=loss_of_mean if is_mean else None,
+            preprocess_logits_for_metrics=mean_over_tokens if is_mean else None,
+            compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == first_of(p.label_ids)).mean())},
+        )
+        fine_tuning.train(trainer)
+        accuracy = trainer.evaluate()["eval_accuracy"]
     trainer.save_model()
     return fine_tuning.report(
         trainer, Outcome("test accuracy", accuracy, "majority baseline", majority, len(data["test"]))

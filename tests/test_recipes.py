@@ -23,6 +23,7 @@ import call_notes
 import causal_lm
 import datasets
 import fine_tuning
+import frozen_layers
 import huggingface_hub as hub
 import image_classification
 import name_classification
@@ -189,6 +190,64 @@ def test_ctrl_c_ends_in_one_line_with_the_way_out(task, tmp_path, call, monkeypa
     assert said.err.splitlines()[-1] == f"stopped after {done} steps; type the same command to {way_out}"
     assert call(text_classification, *flags)["steps"] >= 3, "and it does"
     assert ("going on" in capsys.readouterr().out) == (done > 0)
+
+
+KEPT = {
+    "bert, last layer": (hf.BertForTokenClassification, hf.BertConfig, "2"),
+    "roberta, last two of three layers": (hf.RobertaForSequenceClassification, hf.RobertaConfig, "[12]"),
+    "distilbert, head alone": (hf.DistilBertForSequenceClassification, hf.DistilBertConfig, "9"),
+    "llama, last layer": (hf.LlamaForSequenceClassification, hf.LlamaConfig, "2"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_kept_outputs_of_frozen_layers_give_the_same_gradients(name, tmp_path, monkeypatch):
+    made, config, trained = KEPT[name]
+    sizes = {"vocab_size": 30, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "pad_token_id": 1}
+    torch.manual_seed(0)
+    model = made(config(**sizes, intermediate_size=24, num_labels=3)).eval()
+    for n, p in model.named_parameters():
+        p.requires_grad_(bool(re.search(rf"layers?\.{trained}\.|^classifier|^score", n)))
+    is_mean, lengths = "Token" in made.__name__, [5, 9, 3, 7]
+    ids = [torch.randint(2, 30, (n,)).tolist() for n in lengths]
+    rows = datasets.Dataset.from_dict({"input_ids": ids, "labels": [[1] * n if is_mean else 1 for n in lengths]})
+
+    def collate(rows):
+        ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+        padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+        labels_b = padded(labels, padding_value=-100) if is_mean else torch.stack(labels)
+        return {
+            "input_ids": padded(ids, padding_value=1),
+            "attention_mask": padded([x > 0 for x in ids]).long(),
+            "labels": labels_b,
+        }
+
+    def gradients(batch):
+        output = model(**{k: v for k, v in batch.items() if k != "labels"})
+        loss = (
+            text_classification.loss_of_mean
+            if is_mean
+            else lambda o, y: torch.nn.functional.cross_entropy(o.logits, y)
+        )
+        model.zero_grad()
+        (loss(output, batch["labels"]) * torch.arange(1.0, 5.0)).sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    whole = gradients(collate(list(rows)))
+    with frozen_layers.computed_once(model, {"train": rows}, collate, 2, tmp_path):
+        assert len([*tmp_path.iterdir()]) == 1
+    monkeypatch.setattr(frozen_layers, "_outputs_of", lambda *_: pytest.fail("the file was not found"))
+    with frozen_layers.computed_once(model, {"train": rows}, collate, 2, tmp_path) as (kept, pad):
+        # Llama finds the last token by the tokens
+        assert (kept["train"] is rows) == (made is hf.LlamaForSequenceClassification)
+        of_kept = gradients(pad([kept["train"][i] for i in range(4)]))
+        if made is hf.BertForTokenClassification:
+            assert torch.equal(model.bert.embeddings(inputs_embeds=torch.ones(2)), torch.ones(2)), (
+                "nothing is computed"
+            )
+    assert len(whole) == len(of_kept) > 1
+    torch.testing.assert_close(of_kept, whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradients(collate(list(rows))), whole)  # and the model is as it was
 
 
 @pytest.mark.table("processes")
