@@ -90,10 +90,14 @@ def read(results: Path) -> list[Row]:
 # ---- runs ----
 
 
-def run_recipe(epsilon: float, seed: int, threads: int) -> Row:
-    """The recipe from its beginning to its evaluation."""
+def run_recipe(epsilon: float, seed: int, threads: int, flags: Sequence[str] = ()) -> Row:
+    """The recipe from its beginning to its evaluation. The outputs of frozen layers are kept for all epsilons of a
+    seed."""
+    import assets
+
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, RECIPE, "--seed", str(seed), "--output_dir", folder, "--disable_tqdm", "True"]
+        command += ["--keep_frozen", assets.cache_folder() / "frozen_layers", *flags]
         command += ["--twin"] if epsilon == math.inf else ("--target_epsilon", str(epsilon))
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run([*command, "--report_to", "none"], capture_output=True, text=True, env=environment)
@@ -206,16 +210,27 @@ def groups(rows: Sequence[Row]) -> dict[float, list[Row]]:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """One line for every epsilon: median and range over the seeds."""
+    """One line for every epsilon: median and range over the seeds, and the share of the median without privacy."""
     lines = [f"| ε | noise multiplier σ | {' | '.join(TRAINED.values())} |", "|---|---|---|---|"]
+    twins = {trained: scores_of(rows, trained, math.inf) for trained in TRAINED}
     for epsilon, runs in groups(rows).items():
         cells = []
-        for trained in TRAINED:
-            scores = [row["test_accuracy"] for row in runs if row["trained"] == trained]
-            cells.append(cell(scores) if scores else "not measured")
+        for trained, twin in twins.items():
+            scores = scores_of(runs, trained, epsilon)
+            share = f"; {share_kept(scores, twin)} kept" if scores and twin and epsilon < math.inf else ""
+            cells.append(cell(scores) + share if scores else "not measured")
         name = "∞ (not private)" if epsilon == math.inf else f"{epsilon:g}"
         lines.append(f"| {name} | {runs[0]['noise_multiplier']:.2f} | {' | '.join(cells)} |")
     return lines
+
+
+def scores_of(rows: Sequence[Row], trained: str, epsilon: float) -> list[float]:
+    """The accuracies of one kind of training at one epsilon."""
+    return [row["test_accuracy"] for row in rows if (row["trained"], row["epsilon"]) == (trained, epsilon)]
+
+
+def share_kept(scores: Sequence[float], twin: Sequence[float]) -> str:
+    return f"{100 * statistics.median(scores) / statistics.median(twin):.1f}%"
 
 
 def cell(scores: Sequence[float]) -> str:

@@ -66,6 +66,10 @@ class ModelArguments(fine_tuning.ModelArguments):
     lora_layers: int | None = field(
         default=None, metadata={"help": "Adapters in the last so many layers only; default: in all, or 2 of MiniLM."}
     )
+    head_learning_rate: float | None = field(
+        default=None,
+        metadata={"help": "Peak learning rate of the head; default: 10 times learning_rate for --pooling mean."},
+    )
     pooling: str | None = field(
         default=None,
         metadata={
@@ -89,7 +93,7 @@ class Arguments(fine_tuning.Arguments):
     output_dir: str | None = field(
         default="outputs/text_classification", metadata={"help": "Where model and ledger go."}
     )
-    expected_batch_size: int | None = field(default=512, metadata={"help": "Expected number of examples in a step."})
+    expected_batch_size: int | None = field(default=1024, metadata={"help": "Expected number of examples in a step."})
     per_device_train_batch_size: int = field(
         default=64, metadata={"help": "Physical batch size; no influence on the result."}
     )
@@ -136,13 +140,31 @@ def build_model(path: str, num_labels: int, args: ModelArguments, is_mean: bool)
     if args.full:
         return model
     if args.head_only:
-        head = {
-            id(p) for name in ("classifier", "score") for p in getattr(model, name, torch.nn.Module()).parameters()
-        }
-        for p in model.parameters():
-            p.requires_grad_(id(p) in head)
+        for name, p in model.named_parameters():
+            p.requires_grad_(is_of_head(name))
         return model
     return fine_tuning.add_lora(model, args, TaskType.TOKEN_CLS if is_mean else TaskType.SEQ_CLS, args.lora_layers)
+
+
+def is_of_head(parameter_name: str) -> bool:
+    """Return whether a parameter is one of the head, which starts from nothing."""
+    return not {"classifier", "score"}.isdisjoint(parameter_name.split("."))
+
+
+class HeadFirstTrainer(DPTrainer):
+    """A DPTrainer whose head learns at a rate of its own, so that adapters find a head that knows something."""
+
+    head_learning_rate: float
+
+    def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args, **kwargs)
+        heads = {id(p) for name, p in self.model.named_parameters() if is_of_head(name)}
+        for group in [*optimizer.param_groups]:
+            of_head = [p for p in group["params"] if id(p) in heads]
+            if of_head:
+                group["params"] = [p for p in group["params"] if id(p) not in heads]
+                optimizer.add_param_group({**group, "params": of_head, "lr": self.head_learning_rate})
+        return optimizer
 
 
 def main() -> dict:
@@ -171,7 +193,7 @@ def main() -> dict:
         folder = None if model_args.keep_frozen == "memory" else Path(model_args.keep_frozen)
         kept = frozen_layers.computed_once(model.to(args.device), *given, args.per_device_eval_batch_size, folder)
     with kept as (rows, collate):
-        trainer = DPTrainer(
+        trainer = HeadFirstTrainer(
             model=model,
             args=args,
             train_dataset=rows["train"],
@@ -182,6 +204,7 @@ def main() -> dict:
             preprocess_logits_for_metrics=mean_over_tokens if is_mean else None,
             compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(-1) == first_of(p.label_ids)).mean())},
         )
+        trainer.head_learning_rate = model_args.head_learning_rate or args.learning_rate * (10 if is_mean else 1)
         fine_tuning.train(trainer)
         accuracy = trainer.evaluate()["eval_accuracy"]
     trainer.save_model()
