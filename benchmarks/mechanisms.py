@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 
-from dp_transformers import AdaptiveClipping, AutomaticClipping, DPAdamW, DPTrainer, Mechanism, plan
+from dp_transformers import AdaptiveClipping, AutomaticClipping, DPAdamW, Mechanism, plan
 from dp_transformers.mechanism.planner import MechanismPlan, predicted_noise
 
 from .accuracy import BATCH, DELTA, EPOCHS, HEAD_LEARNING_RATE, RECIPE, cell, examples, read, train_head
@@ -142,7 +142,7 @@ def run_recipe(mechanism: Mechanism, optimizer: type[torch.optim.Optimizer], see
     """The recipe from its beginning to its evaluation."""
     import text_classification  # benchmarks.accuracy has put the recipes on the path
 
-    class Trainer(DPTrainer):
+    class Trainer(text_classification.HeadFirstTrainer):
         """With the optimizer, and the schedule and settings of the recipe."""
 
         def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
@@ -150,7 +150,7 @@ def run_recipe(mechanism: Mechanism, optimizer: type[torch.optim.Optimizer], see
             settings = {k: v for k, v in settings.items() if k != "fused"}
             return (kind, settings) if optimizer is AdamW else (optimizer, settings)
 
-    text_classification.DPTrainer = Trainer
+    text_classification.HeadFirstTrainer = Trainer
     with tempfile.TemporaryDirectory() as folder:
         flags = ("--seed", seed, "--output_dir", folder, "--mechanism", json.dumps(mechanism.to_dict()))
         quiet = ("--disable_tqdm", "True", "--report_to", "none", "--save_strategy", "no")

@@ -41,7 +41,7 @@ import transformers as hf
 from accelerate.commands import launch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from dp_transformers import DPTrainer, FlatClipping, IndependentNoise, Mechanism, PoissonSampling
+from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling
 from dp_transformers.cli.main import main as cli_main
 from dp_transformers.reports.certificate import disagreements, read
 
@@ -181,7 +181,8 @@ def test_ctrl_c_ends_in_one_line_with_the_way_out(task, tmp_path, call, monkeypa
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(text_classification, "DPTrainer", partial(DPTrainer, callbacks=[Interrupt()]))
+        trainer = partial(text_classification.HeadFirstTrainer, callbacks=[Interrupt()])
+        patch.setattr(text_classification, "HeadFirstTrainer", trainer)
         patch.setattr(sys, "argv", ["text_classification", *map(str, flags)])
         with pytest.raises(SystemExit) as stopped:
             fine_tuning.run(text_classification.main)
@@ -248,6 +249,23 @@ def test_kept_outputs_of_frozen_layers_give_the_same_gradients(name, tmp_path, m
     assert len(whole) == len(of_kept) > 1
     torch.testing.assert_close(of_kept, whole, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients(collate(list(rows))), whole)  # and the model is as it was
+
+
+def test_the_mean_over_tokens_has_a_head_that_learns_faster(task, tmp_path, call, monkeypatch):
+    groups = []
+
+    class Look(hf.TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer, **kwargs):
+            groups.extend((len(group["params"]), group["initial_lr"]) for group in optimizer.param_groups)
+
+    trainer = partial(text_classification.HeadFirstTrainer, callbacks=[Look()])
+    monkeypatch.setattr(text_classification, "HeadFirstTrainer", trainer)
+    flags = [*classifier_flags(task, tmp_path), "--noise_multiplier", 0, "--max_steps", 25, "--learning_rate", 0.03]
+    report = call(text_classification, *flags, "--pooling", "mean")
+    assert sorted(groups) == [(0, 0.03), (1, 0.3), (1, 0.3), (4, 0.03)], (
+        "weight and bias of the head, four of adapters"
+    )
+    assert report["test_accuracy"] > 0.95, "one word decides"
 
 
 @pytest.mark.table("processes")
