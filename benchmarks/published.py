@@ -4,8 +4,8 @@
     python -m benchmarks.published
     python -m benchmarks.published --settings flat --seeds 1
 
-*flat* and *auto_s* train the net of Papernot et al. 2020 (arXiv 2007.14191), with the batch size, epochs, clipping
-bound and learning rate that Tramèr and Boneh 2020 (arXiv 2011.11660) chose for it. The others train a linear layer on
+*flat* and *auto_s* train the net of Papernot et al. 2020 (arXiv 2007.14191), with the batch size, epochs and
+clipping bound that Tramèr and Boneh 2020 (arXiv 2011.11660) chose for it. The others train a linear layer on
 their fixed features: the scattering transform, and group normalisation of each image by itself.
 
 The result of a run is one line of the results file, and runs that are in the file are not run again. A seed chooses

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import accuracy, mechanisms, persons
+from benchmarks import accuracy, glosses, mechanisms, persons
 from benchmarks.pages import with_table
 from dp_transformers import compute_epsilon
 
@@ -36,7 +36,7 @@ def test_a_sweep_goes_on_where_it_was_stopped(asked, tmp_path, capsys):
     accuracy.main([*options, "--trained", "head", "--seeds", "1", "5", "3"])
     assert asked[2:] == [(2.0, 5), (math.inf, 5), (2.0, 3), (math.inf, 3)]
     assert len([json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]) == 6
-    assert "| 2 | 1.50 | not measured | 73.0% (71.0 to 75.0, 3 seeds) |" in capsys.readouterr().out
+    assert "| 2 | 1.50 | not measured | 73.0% (71.0 to 75.0, 3 seeds); 100.0% kept |" in capsys.readouterr().out
     accuracy.main([*options, "--trained", "lora", "--seeds", "1"])
     assert asked[6:] == [(2.0, 1), (math.inf, 1)], "what is trained makes another run"
 
@@ -75,6 +75,22 @@ def test_persons_are_trained_as_private_as_it_says(monkeypatch):
     assert all(row["test_accuracy"] > 0.9 for row in found.values())
     assert all(7.9 < found[s]["epsilon_of_a_person"] <= 8 for s in ("persons", "rows", "group"))
     assert [found[s]["rows_of_a_person"] for s in ("persons", "rows", "group")] == [2, 2, 3]
+
+
+def test_the_page_has_the_table_of_the_glosses():
+    text, rows = glosses.PAGE.read_text(), accuracy.read(glosses.RESULTS)
+    assert rows and with_table(text, "glosses", glosses.table(rows)) == text
+
+
+def test_glosses_are_definitions_with_their_classes(tmp_path):
+    lines = [
+        "  1 licence | of words",
+        '00001740 05 n 01 dog 0 000 | barks; "a dog barked"  ',
+        "00002 28 n 01 day 0 000 | 24 h",
+    ]
+    (tmp_path / "data.noun").write_text("\n".join(lines))
+    glosses.write_csv(tmp_path / "data.noun", tmp_path / "out.csv")
+    assert (tmp_path / "out.csv").read_text().split() == ["text,label", "barks,2", "24", "h,25"]
 
 
 @pytest.mark.parametrize("page", accuracy.PAGES, ids=lambda page: page.name)
