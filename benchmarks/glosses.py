@@ -22,6 +22,9 @@ from pathlib import Path
 
 import torch
 
+from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling
+from dp_transformers.mechanism.planner import predicted_noise
+
 from .accuracy import ROOT, cell, groups, read, run_recipe, share_kept
 from .harness import Row, machine
 from .pages import with_table
@@ -75,17 +78,26 @@ def write_csv(source: Path, target: Path) -> None:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """One line for every epsilon: accuracy, its share of that without privacy, and the time."""
-    lines = ["| ε | noise multiplier σ | accuracy | share kept | minutes |", "|---|---|---|---|---|"]
+    """One line for every epsilon: accuracy, its share of that without privacy, the planner's noise, and the time."""
+    lines = ["| ε | accuracy | share kept | σ | noise, by `plan` | minutes |", "|---|---|---|---|---|---|"]
     twin = [row["test_accuracy"] for row in rows if row["epsilon"] == math.inf]
     for epsilon, runs in groups(rows).items():
         scores = [row["test_accuracy"] for row in runs]
         share = share_kept(scores, twin) if twin else "not measured"
         minutes = statistics.median(row["seconds"] for row in runs) / 60
-        name = "∞ (not private)" if epsilon == math.inf else f"{epsilon:g}"
-        sigma = runs[0]["noise_multiplier"]
-        lines.append(f"| {name} | {sigma:.2f} | {cell(scores)} | {share} | {minutes:.0f} |")
+        private = (
+            f"{epsilon:g} | {cell(scores)} | {share} | {runs[0]['noise_multiplier']:.2f} | {noise_of(runs[0]):.3g}"
+        )
+        line = private if epsilon < math.inf else f"∞ (not private) | {cell(scores)} | | 0 | 0"
+        lines.append(f"| {line} | {minutes:.0f} |")
     return lines
+
+
+def noise_of(row: Row) -> float:
+    """The noise that the planner predicts in the sum of gradients so far, over how often an example takes part."""
+    sampling = PoissonSampling(row["num_examples"], row["expected_batch_size"])
+    noise = IndependentNoise(row["noise_multiplier"])
+    return predicted_noise(Mechanism(sampling=sampling, clipping=FlatClipping(1.0), noise=noise, steps=row["steps"]))
 
 
 if __name__ == "__main__":
