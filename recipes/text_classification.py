@@ -21,6 +21,7 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import assets
 import fine_tuning
@@ -70,11 +71,11 @@ class ModelArguments(fine_tuning.ModelArguments):
         default=None,
         metadata={"help": "Peak learning rate of the head; default: 10 times learning_rate for --pooling mean."},
     )
-    pooling: str | None = field(
-        default=None,
+    pooling: Literal["auto", "mean", "model"] = field(
+        default="auto",
         metadata={
-            "help": "What the head reads: 'model' as the model's class for sequences has it, or 'mean' of all tokens; "
-            "default: mean for MiniLM."
+            "help": "What the head reads: the mean of all tokens, or what the model's class for sequences gives it; "
+            "auto: mean for the default model, MiniLM."
         },
     )
     keep_frozen: str = field(
@@ -169,9 +170,10 @@ class HeadFirstTrainer(DPTrainer):
 
 def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
-    if data_args.model_name_or_path is None:
-        model_args.pooling, model_args.lora_layers = model_args.pooling or "mean", model_args.lora_layers or 2
-    is_mean = model_args.pooling == "mean"
+    is_default = data_args.model_name_or_path is None
+    is_mean = model_args.pooling == "mean" or (model_args.pooling == "auto" and is_default)
+    if is_default and model_args.lora_layers is None:
+        model_args.lora_layers = 2
     with args.main_process_first(desc="fetching and tokenizing"):
         model_path = fine_tuning.check_model_name(data_args.model_name_or_path or str(assets.minilm_folder()))
         tokenizer = AutoTokenizer.from_pretrained(model_path)

@@ -34,6 +34,7 @@ import pytest
 import question_answering
 import sft
 import summarization
+import synthetic_data
 import text_classification
 import token_classification
 import torch
@@ -889,11 +890,19 @@ def tiny_defaults(tiny_assets, task, conversations, monkeypatch):
     reviews = [{"text": f"the film was {word}", "label": int(word in WORDS[:3])} for word in WORDS[:6] * 20]
     notes = call_notes.call_notes
     monkeypatch.setattr(call_notes, "call_notes", lambda how_many=0, **how: notes(100, **how))
+    schema, drawn = synthetic_data.PATIENTS, random.Random(0)
+
+    def answer(column):
+        least = column.get("min", min(column.get("edges", [0])))
+        return drawn.choice(column["values"]) if "values" in column else str(least + drawn.randrange(3))
+
+    answers = [",".join([str(person), *map(answer, schema.values())]) for person in range(40) for _ in range(2)]
     for name, value in {
         "minilm_folder": task / "model",
         "smollm2_folder": conversations / "model",
         "movie_sentences": reviews,
         "people_places_jobs": lists,
+        "patients": "\n".join([",".join(["id", *schema]), *answers]).encode(),
     }.items():
         monkeypatch.setattr(assets, name, lambda value=value: value)
 
@@ -933,6 +942,8 @@ def test_a_configuration_trains_to_the_table(recipe, trained, tiny_defaults, tmp
     few = ["--max_steps", 2, "--max_eval_samples", 10, "--expected_batch_size", 10]
     if recipe in ("image_classification", "name_classification"):
         few = ["--num_train_epochs", 1, "--expected_batch_size", 100]
+    elif recipe == "synthetic_data":
+        few = ["--max_steps", 2, "--num_rows", 20, "--expected_batch_size", 10]
     flags = ["--config", ROOT / "recipes" / "configs" / f"{recipe}.yaml", *few, "--target_delta", 1e-3]
     trained(recipe, [*map(str, flags), "--output_dir", str(tmp_path / "o"), "--use_cpu"], monkeypatch)
     report = json.loads((tmp_path / "o" / "privacy_report.json").read_text())
