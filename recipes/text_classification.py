@@ -134,7 +134,7 @@ def loss_of_mean(outputs, labels_bt: torch.Tensor) -> torch.Tensor:
     )
 
 
-def build_model(path: str, num_labels: int, args: ModelArguments, is_mean: bool):
+def build_model(path: str, num_labels: int, args: ModelArguments, is_mean: bool = False):
     config = fine_tuning.set_dropout(AutoConfig.from_pretrained(path, num_labels=num_labels), args.dropout)
     auto = AutoModelForTokenClassification if is_mean else AutoModelForSequenceClassification
     model = auto.from_pretrained(path, config=config, dtype=torch.float32)
