@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-NOT_RECIPES = ("assets", "call_notes", "fine_tuning", "flags", "outcome", "plain_loop", "tables")
+NOT_RECIPES = ("assets", "call_notes", "fine_tuning", "flags", "frozen_layers", "outcome", "plain_loop", "tables")
 
 
 def train(

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.halved
 ROOT = Path(__file__).parents[2]
 RECIPES = (
     "causal_lm, image_classification, name_classification, preference_tuning, question_answering, sft, "
-    "summarization, text_classification, token_classification"
+    "summarization, synthetic_data, text_classification, token_classification"
 )
 
 
