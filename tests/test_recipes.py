@@ -297,8 +297,8 @@ def test_errors_are_one_line_with_the_way_out(task, tmp_path, call):
         ("--model_name_or_path", "/no/such/model"): "there is no folder '/no/such/model' for --model_name_or_path.",
         (
             "--expected_batch_size",
-            "512",
-        ): "--expected_batch_size 512 (the recipe's default) exceeds the 120 training examples: lower it, "
+            "1024",
+        ): "--expected_batch_size 1024 (the recipe's default) exceeds the 120 training examples: lower it, "
         "to --expected_batch_size 15 for example.",
         (
             "--label_column",
