@@ -61,29 +61,17 @@ class DataArguments(fine_tuning.DataArguments):
 class ModelArguments(fine_tuning.ModelArguments):
     """The parameters that are trained."""
 
-    head_only: bool = field(
-        default=False, metadata={"help": "Train the classification head only, the body stays frozen."}
-    )
-    lora_layers: int | None = field(
-        default=None, metadata={"help": "Adapters in the last so many layers only; default: in all, or 2 of MiniLM."}
-    )
-    head_learning_rate: float | None = field(
-        default=None,
-        metadata={"help": "Peak learning rate of the head; default: 10 times learning_rate for --pooling mean."},
-    )
+    head_only: bool = field(default=False, metadata={"help": "Train the head alone."})
+    lora_layers: int | None = field(default=None, metadata={"help": "Adapters in the last N layers only; MiniLM: 2."})
+    head_learning_rate: float | None = field(default=None, metadata={"help": "Default: 10 times as large for a mean."})
     pooling: Literal["auto", "mean", "model"] = field(
         default="auto",
         metadata={
-            "help": "What the head reads: the mean of all tokens, or what the model's class for sequences gives it; "
-            "auto: mean for the default model, MiniLM."
+            "help": "The head reads the mean of tokens, or what the model's class gives; auto: mean for MiniLM."
         },
     )
     keep_frozen: str = field(
-        default="memory",
-        metadata={
-            "help": "What layers below the first trained one give is computed once for each text, and kept in "
-            "'memory', or also in a folder for later trainings; 'no': computed in each epoch."
-        },
+        default="memory", metadata={"help": "Keep what frozen layers give: memory, a folder, or no."}
     )
 
 
