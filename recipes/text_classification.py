@@ -44,6 +44,8 @@ from transformers import (
 
 from dp_transformers import DPTrainer
 
+MOST_KEPT = 8 * 2**30  # bytes of outputs of frozen layers; with more, these layers compute in each epoch
+
 
 @dataclass
 class DataArguments(fine_tuning.DataArguments):
@@ -179,7 +181,9 @@ def main() -> dict:
 
     given = data, collate
     kept = nullcontext(given)
-    if model_args.keep_frozen != "no" and not model_args.dropout:
+    tokens = sum(len(ids) for rows in data.values() for ids in rows["input_ids"])
+    fits = 4 * tokens * model.config.get_text_config().hidden_size <= MOST_KEPT
+    if model_args.keep_frozen != "no" and fits and not model_args.dropout:
         folder = None if model_args.keep_frozen == "memory" else Path(model_args.keep_frozen)
         kept = frozen_layers.computed_once(model.to(args.device), *given, args.per_device_eval_batch_size, folder)
     with kept as (rows, collate):
