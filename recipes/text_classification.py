@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 import assets
+import defaults
 import fine_tuning
 import frozen_layers
 import numpy as np
@@ -64,7 +65,7 @@ class ModelArguments(fine_tuning.ModelArguments):
     """The parameters that are trained."""
 
     head_only: bool = field(default=False, metadata={"help": "Train the head alone."})
-    lora_layers: int | None = field(default=None, metadata={"help": "Adapters in the last N layers only; MiniLM: 2."})
+    lora_layers: int | None = field(default=None, metadata={"help": "Adapters in the last N layers; MiniLM: by rule."})
     head_learning_rate: float | None = field(default=None, metadata={"help": "Default: 10 times as large for a mean."})
     pooling: Literal["auto", "mean", "model"] = field(
         default="auto",
@@ -84,12 +85,16 @@ class Arguments(fine_tuning.Arguments):
     output_dir: str | None = field(
         default="outputs/text_classification", metadata={"help": "Where model and ledger go."}
     )
-    expected_batch_size: int | None = field(default=1024, metadata={"help": "Expected number of examples in a step."})
+    expected_batch_size: int | None = field(
+        default=None, metadata={"help": "Examples in a step, on average; default: by a rule."}
+    )
     per_device_train_batch_size: int = field(
         default=64, metadata={"help": "Physical batch size; no influence on the result."}
     )
     per_device_eval_batch_size: int = field(default=128, metadata={"help": "Batch size of the evaluation."})
-    num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data, on average."})
+    num_train_epochs: float | None = field(
+        default=None, metadata={"help": "Passes over the data; default: 3 to 10, by a rule."}
+    )
     learning_rate: float = field(
         default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
     )
@@ -162,8 +167,6 @@ def main() -> dict:
     data_args, model_args, args = fine_tuning.parse_arguments(__doc__, DataArguments, ModelArguments, Arguments)
     is_default = data_args.model_name_or_path is None
     is_mean = model_args.pooling == "mean" or (model_args.pooling == "auto" and is_default)
-    if is_default and model_args.lora_layers is None:
-        model_args.lora_layers = 2
     with args.main_process_first(desc="fetching and tokenizing"):
         model_path = fine_tuning.check_model_name(data_args.model_name_or_path or str(assets.minilm_folder()))
         tokenizer = AutoTokenizer.from_pretrained(model_path)
@@ -172,8 +175,14 @@ def main() -> dict:
         fine_tuning.check_length(data_args.max_length, tokenizer)
         majority = Counter(data["test"][data_args.label_column]).most_common(1)[0][1] / len(data["test"])
         data, classes = tokenize(data, data_args, tokenizer, is_mean)
-        fine_tuning.check_batch(args, len(data["train"]))
+        if not args.expected_batch_size_is_derived:
+            fine_tuning.check_batch(args, len(data["train"]))
+    if is_default:
+        defaults.choose_adapters(model_args, len(data["train"]))
     model = build_model(model_path, len(classes), model_args, is_mean)
+    chosen = defaults.choose(args, len(data["train"]), sum(p.numel() for p in model.parameters() if p.requires_grad))
+    if args.process_index == 0:
+        print(chosen, flush=True)
     collate = (DataCollatorForTokenClassification if is_mean else DataCollatorWithPadding)(tokenizer)
 
     def first_of(labels: np.ndarray) -> np.ndarray:

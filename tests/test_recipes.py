@@ -22,6 +22,7 @@ import assets
 import call_notes
 import causal_lm
 import datasets
+import defaults
 import fine_tuning
 import frozen_layers
 import huggingface_hub as hub
@@ -269,6 +270,18 @@ def test_the_mean_over_tokens_has_a_head_that_learns_faster(task, tmp_path, call
     assert report["test_accuracy"] > 0.95, "one word decides"
 
 
+@pytest.mark.parametrize(
+    ("epsilon", "examples", "parameters", "given", "epochs", "batch"),
+    [(8, 8454, 25346, None, 3, 512), (1, 8454, 25346, None, 3, 1024), (3, 78115, 22298, None, 3, 2048),
+     (8, 500, 25346, None, 10, 32), (8, 78115, 22_700_000, None, 3, 8192), (8, 8454, 25346, 64, 3, 64)],
+)  # fmt: skip
+def test_epochs_and_batch_follow_from_the_data(tmp_path, epsilon, examples, parameters, given, epochs, batch):
+    args = text_classification.Arguments(str(tmp_path), target_epsilon=epsilon, expected_batch_size=given)
+    said = defaults.choose(args, examples, parameters)
+    assert (args.num_train_epochs, args.expected_batch_size) == (epochs, batch)
+    assert ("by the recipe's rule 512, 0.21 C" in said) == (given is not None), said
+
+
 @pytest.mark.table("processes")
 def test_classification_as_a_command(task, tmp_path):
     result = command(*classifier_flags(task, tmp_path), recipe="text_classification")
@@ -290,27 +303,16 @@ def test_errors_are_one_line_with_the_way_out(task, tmp_path, call):
     assert "no column 'text'" in call(text_classification, *flags, "--text_column", "text")
     assert "not smaller than 1/N" in call(text_classification, *flags, "--target_delta", 0.5)
     for wrong, message in {
-        (
-            "--max_length",
-            "2000",
-        ): "--max_length 2000 exceeds the 512 tokens that the model reads: give --max_length 512.",
-        ("--model_name_or_path", "/no/such/model"): "there is no folder '/no/such/model' for --model_name_or_path.",
-        (
-            "--expected_batch_size",
-            "1024",
-        ): "--expected_batch_size 1024 (the recipe's default) exceeds the 120 training examples: lower it, "
+        "--max_length 2000": "--max_length 2000 exceeds the 512 tokens that the model reads: give --max_length 512.",
+        "--model_name_or_path /no/such/model": "there is no folder '/no/such/model' for --model_name_or_path.",
+        "--expected_batch_size 1024": "--expected_batch_size 1024 exceeds the 120 training examples: lower it, "
         "to --expected_batch_size 15 for example.",
-        (
-            "--label_column",
-            "grade",
-        ): "the data ('train') has no column 'grade', only ['sentence', 'verdict']: set --label_column.",
-        (
-            "--fsdp",
-            "full_shard",
-        ): "--fsdp needs several processes: dp-transformers train RECIPE --num_processes 2 --accelerate_config fsdp2 "
-        "..., without --fsdp.",
+        "--label_column grade": "the data ('train') has no column 'grade', only ['sentence', 'verdict']: "
+        "set --label_column.",
+        "--fsdp full_shard": "--fsdp needs several processes: dp-transformers train RECIPE --num_processes 2 "
+        "--accelerate_config fsdp2 ..., without --fsdp.",
     }.items():
-        assert call(text_classification, *flags, *wrong) == f"error: {message}"
+        assert call(text_classification, *flags, *wrong.split()) == f"error: {message}"
     assert not (tmp_path / "o").exists()
 
 

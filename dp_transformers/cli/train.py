@@ -12,8 +12,6 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-NOT_RECIPES = ("assets", "call_notes", "fine_tuning", "flags", "frozen_layers", "outcome", "plain_loop", "tables")
-
 
 def train(
     context: typer.Context,
@@ -45,10 +43,10 @@ def train(
 
 
 def recipes() -> dict[str, Path]:
-    """Return the recipes by name. They are in the package, or beside it in a checkout."""
+    """Return the recipes by name: the files that can be run, in the package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     folder = next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())
-    return {path.stem: path for path in sorted(folder.glob("*.py")) if path.stem not in NOT_RECIPES}
+    return {path.stem: path for path in sorted(folder.glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")}
 
 
 def _list_of_recipes() -> str:

@@ -79,7 +79,7 @@ def test_flags_win_over_the_file(kind, tmp_path, monkeypatch):
     assert (args.target_epsilon, args.learning_rate, args.seed) == (3, 2e-3, 8)
     assert model.full is True
     assert data.text_column == "sentence"
-    assert args.num_train_epochs == 3.0
+    assert args.lr_scheduler_type == "linear"
 
 
 def shown(capsys, monkeypatch, *words):
