@@ -48,7 +48,7 @@ PICTURE = ROOT / "docs" / "accuracy.png"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "before-you-train.md")
 TRAINED = {"lora": "LoRA and head (the recipe)", "head": "head alone, on frozen embeddings"}
 NO_CLIPPING = 1e6  # a bound that no gradient reaches
-BATCH, EPOCHS, DELTA = 1024, 3, 1e-5  # the recipe's
+BATCH, EPOCHS, DELTA = 1024, 3, 1e-5  # of the head alone; epochs and delta are the recipe's, too
 # without privacy small batches and learning rates are better: with the recipe's own it learns less
 TWIN = "--twin --expected_batch_size 128 --learning_rate 2e-3 --head_learning_rate 2e-3"
 HEAD_LEARNING_RATE = 0.1  # chosen among 0.01, 0.03, 0.1, 0.3 at epsilon 8, as the recipe's was at epsilon 8
@@ -93,15 +93,15 @@ def read(results: Path) -> list[Row]:
 # ---- runs ----
 
 
-def run_recipe(epsilon: float, seed: int, threads: int, flags: Sequence[str] = ()) -> Row:
-    """The recipe from its beginning to its evaluation. The outputs of frozen layers are kept for all epsilons of a
-    seed."""
+def run_recipe(epsilon: float, seed: int, threads: int, flags: Sequence[str] = (), twin: str = TWIN) -> Row:
+    """The recipe from its beginning to its evaluation, with the flags ``twin`` for epsilon inf. The outputs of frozen
+    layers are kept for all epsilons of a seed."""
     import assets
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, RECIPE, "--seed", str(seed), "--output_dir", folder, "--disable_tqdm", "True"]
         command += ["--keep_frozen", assets.cache_folder() / "frozen_layers", *flags]  # the last of equal flags wins
-        command += TWIN.split() if epsilon == math.inf else ["--target_epsilon", str(epsilon)]
+        command += twin.split() if epsilon == math.inf else ["--target_epsilon", str(epsilon)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run([*command, "--report_to", "none"], capture_output=True, text=True, env=environment)
         if done.returncode != 0:

@@ -4,8 +4,9 @@
     python -m benchmarks.glosses
     python -m benchmarks.glosses --data_dir FOLDER --seeds 42 43 44
 
-The text classification recipe on 78,115 glosses, tested on 4,000 others. As in benchmarks.accuracy, a result is a line
-of the results file, a run that is in the file is not run again, and from the file comes the table of the page.
+The text classification recipe with its defaults on 78,115 glosses, tested on 4,000 others. Epsilon inf is its twin. As
+in benchmarks.accuracy, a result is a line of the results file, a run that is in the file is not run again, and the
+table of the page comes from the file.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .pages import with_table
 
 RESULTS = Path(__file__).with_name("glosses.jsonl")
 PAGE = ROOT / "docs" / "accuracy.md"
-FLAGS = "--max_eval_samples 4000 --max_length 64 --expected_batch_size 2048 --lora_layers 1 --num_train_epochs 3"
+FLAGS = "--max_eval_samples 4000 --max_length 64"
 FIRST_CLASS = 3  # WordNet's number of the first class of nouns
 
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             start = time.perf_counter()
             flags = [*FLAGS.split(), "--train_file", str(file)]
-            row = {"epsilon": str(epsilon), "seed": seed, **run_recipe(epsilon, seed, args.threads, flags)}
+            row = {"epsilon": str(epsilon), "seed": seed, **run_recipe(epsilon, seed, args.threads, flags, "--twin")}
             row |= {"seconds": round(time.perf_counter() - start, 1), "machine": machine(torch.device("cpu"))}
             with args.results.open("a") as results:
                 results.write(json.dumps(row) + "\n")
