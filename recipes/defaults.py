@@ -50,7 +50,7 @@ def choose(args: Arguments, num_examples: int, num_parameters: int) -> str:
     while 2 * by_rule <= LARGEST_SHARE * num_examples and noise(by_rule) > MOST_NOISE:
         by_rule *= 2
     if args.expected_batch_size_is_derived:
-        args.expected_batch_size = by_rule
+        args.expected_batch_size, args.expected_batch_size_is_derived = by_rule, False
     batch = args.expected_batch_size
     said = f"{num_examples} examples, {num_parameters} trained parameters: {args.num_train_epochs:g} epochs with an "
     said += f"expected batch of {batch}, noise of a step {noise(batch):.2g} C"
