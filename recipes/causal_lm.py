@@ -32,6 +32,7 @@ from itertools import takewhile
 
 import assets
 import fine_tuning
+import frozen_layers
 import torch
 import torch.nn.functional as F
 from datasets import DatasetDict
@@ -84,6 +85,10 @@ class ModelArguments(fine_tuning.ModelArguments):
     lora_layers: int = field(
         default=5,
         metadata={"help": "Adapters in the last X layers only, so that the others cost no backward pass; 0: in all."},
+    )
+    keep_frozen: str = field(
+        default="no",
+        metadata={"help": "Keep what frozen layers give: memory, a folder, or no; it pays from two epochs on."},
     )
     prompt: str = field(
         default="The movie", metadata={"help": "What the sample begins with that is generated before and after."}
@@ -243,23 +248,30 @@ def main() -> dict:
     data["test"] = data["test"].select(by_length)  # so that batches hold little padding
     model = build_model(model_path, model_args)
 
-    trainer = DPTrainer(
-        model=model,
-        args=args,
-        train_dataset=data["train"],
-        eval_dataset=data["test"],
-        processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORE_INDEX),
-        compute_metrics=perplexity,
-        preprocess_logits_for_metrics=summed_losses,
-    )
-    perplexities, samples = {}, {}
-    for when in ("before", "after"):
-        if when == "after":
-            fine_tuning.train(trainer)
-        perplexities[when] = trainer.evaluate()["eval_perplexity"]
-        if model_args.max_new_tokens and (model_args.is_split or trainer.is_world_process_zero()):
-            samples[f"sample_{when}"] = sample(model, tokenizer, model_args, args.seed)
+    def sampled() -> str | None:
+        """A sample, if the flags ask for one; all processes that a model is split over write it together."""
+        if model_args.max_new_tokens and (model_args.is_split or args.process_index == 0):
+            return sample(model, tokenizer, model_args, args.seed)
+        return None
+
+    collate = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORE_INDEX)
+    keep = "no" if model_args.dropout or model_args.is_split else model_args.keep_frozen
+    perplexities, samples = {}, {"sample_before": sampled()}
+    with frozen_layers.kept(keep, model, data, collate, args) as (rows, collate):
+        trainer = DPTrainer(
+            model=model,
+            args=args,
+            train_dataset=rows["train"],
+            eval_dataset=rows["test"],
+            processing_class=tokenizer,
+            data_collator=collate,
+            compute_metrics=perplexity,
+            preprocess_logits_for_metrics=summed_losses,
+        )
+        perplexities["before"] = trainer.evaluate()["eval_perplexity"]
+        fine_tuning.train(trainer)
+        perplexities["after"] = trainer.evaluate()["eval_perplexity"]
+    samples["sample_after"] = sampled()
     trainer.save_model()
     outcome = Outcome(
         "perplexity after",
@@ -269,6 +281,7 @@ def main() -> dict:
         len(data["test"]),
         lower_is_better=True,
     )
+    samples = {name: text for name, text in samples.items() if text is not None}
     report = fine_tuning.report(trainer, outcome, samples)
     for name, text in samples.items() if trainer.is_world_process_zero() else ():
         print(f"\n  {name.replace('_', ' ')} training:  {text.strip()}")

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 
 IGNORE_INDEX = -100
+MOST_KEPT = 8 * 2**30  # bytes of outputs of frozen layers; with more, these layers compute in each epoch
 
 
 class HiddenStates(Dataset):
@@ -46,6 +47,22 @@ def pad(rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         else torch.stack([row[name] for row in rows])
         for name, fill in fills.items()
     }
+
+
+def kept(
+    where: str,
+    model: PreTrainedModel,
+    data: Mapping[str, Any],
+    collate: Callable[[list], Mapping],
+    args: TrainingArguments,
+) -> contextlib.AbstractContextManager[tuple[Mapping[str, Any], Callable[[list], Mapping]]]:
+    """:func:`computed_once` where the flag ``--keep_frozen`` says (memory, or a folder); nothing is kept if it says
+    no, or if the outputs are larger than MOST_KEPT."""
+    tokens = sum(len(ids) for rows in data.values() for ids in rows["input_ids"])
+    if where == "no" or 4 * tokens * model.config.get_text_config().hidden_size > MOST_KEPT:
+        return contextlib.nullcontext((data, collate))
+    folder = None if where == "memory" else Path(where)
+    return computed_once(model.to(args.device), data, collate, args.per_device_eval_batch_size, folder)
 
 
 @contextlib.contextmanager
