@@ -15,6 +15,7 @@ from dp_transformers.mechanism.sampling import steps_of_epochs
 
 MANY = 50_000  # examples
 SEEN, LEAST_EPOCHS, MOST_EPOCHS = 25_000, 3, 10  # a training sees so many examples, within so many epochs
+EPOCHS_OF_MANY = 6
 LEAST_STEPS = 96
 MOST_NOISE = 0.25  # of a step, in clipping bounds
 LARGEST_SHARE = 1 / 8  # of the data that a step draws so that it has less noise
@@ -35,7 +36,8 @@ def choose(args: Arguments, num_examples: int, num_parameters: int) -> str:
     noise is longer than a quarter of the clipping bound, it is a larger one, up to an eighth of the data.
     """
     if args.num_train_epochs is None:
-        args.num_train_epochs = float(max(LEAST_EPOCHS, min(MOST_EPOCHS, round(SEEN / num_examples))))
+        few = max(LEAST_EPOCHS, min(MOST_EPOCHS, round(SEEN / num_examples)))
+        args.num_train_epochs = float(few if num_examples < MANY else EPOCHS_OF_MANY)
     epochs = args.num_train_epochs if math.isfinite(args.num_train_epochs) else LEAST_EPOCHS
 
     def noise(batch: float) -> float:

@@ -18,9 +18,7 @@ The same training without privacy, for comparison:
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import assets
@@ -44,8 +42,6 @@ from transformers import (
 )
 
 from dp_transformers import DPTrainer
-
-MOST_KEPT = 8 * 2**30  # bytes of outputs of frozen layers; with more, these layers compute in each epoch
 
 
 @dataclass
@@ -94,6 +90,9 @@ class Arguments(fine_tuning.Arguments):
     per_device_eval_batch_size: int = field(default=128, metadata={"help": "Batch size of the evaluation."})
     num_train_epochs: float | None = field(
         default=None, metadata={"help": "Passes over the data; default: 3 to 10, by a rule."}
+    )
+    max_grad_norm: float = field(
+        default=0.3, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
     learning_rate: float = field(
         default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
@@ -188,14 +187,8 @@ def main() -> dict:
     def first_of(labels: np.ndarray) -> np.ndarray:
         return labels.max(-1) if is_mean else labels
 
-    given = data, collate
-    kept = nullcontext(given)
-    tokens = sum(len(ids) for rows in data.values() for ids in rows["input_ids"])
-    fits = 4 * tokens * model.config.get_text_config().hidden_size <= MOST_KEPT
-    if model_args.keep_frozen != "no" and fits and not model_args.dropout:
-        folder = None if model_args.keep_frozen == "memory" else Path(model_args.keep_frozen)
-        kept = frozen_layers.computed_once(model.to(args.device), *given, args.per_device_eval_batch_size, folder)
-    with kept as (rows, collate):
+    keep = "no" if model_args.dropout else model_args.keep_frozen
+    with frozen_layers.kept(keep, model, data, collate, args) as (rows, collate):
         trainer = HeadFirstTrainer(
             model=model,
             args=args,
