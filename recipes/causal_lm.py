@@ -256,6 +256,8 @@ def main() -> dict:
 
     collate = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORE_INDEX)
     keep = "no" if model_args.dropout or model_args.is_split else model_args.keep_frozen
+    if not (model_args.is_split or args.fsdp):
+        model.to(args.device)  # where Trainer puts it, too; the sample is written before there is one
     perplexities, samples = {}, {"sample_before": sampled()}
     with frozen_layers.kept(keep, model, data, collate, args) as (rows, collate):
         trainer = DPTrainer(
