@@ -1,5 +1,6 @@
 """Rows of a real batch together against each alone and unpadded, and one of them in some batches of a whole training."""
 
+import contextlib
 import itertools
 import re
 
@@ -436,6 +437,22 @@ def test_the_witness_lets_through_what_rounding_moves(monkeypatch):
             x = torch.randn(9, 6)
             model.change = lambda h, m, place=place: h + (torch.arange(len(h)) == place)[:, None] * (len(h) == 9)
             clipper.backward(model(x).square().sum(1))
+
+
+class HalfInside(Scores):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("kind", [Scores, HalfInside])
+def test_the_witness_lets_through_what_bf16_rounds(monkeypatch, kind):
+    monkeypatch.setattr(witness, "SHARE", 1e9)
+    with PerExampleClipper(model := kind(), 1.0) as clipper:
+        clipper.check((torch.randn(4, 6),), {})
+        model.change = lambda h, m: h * (1.02 if len(h) == 9 else 1.0)
+        with contextlib.nullcontext() if kind is HalfInside else pytest.raises(SelfCheckError):
+            clipper.backward(model(torch.randn(9, 6)).square().sum(1))
 
 
 def test_no_row_is_looked_at_where_a_batch_is_another_by_chance(monkeypatch):

@@ -107,6 +107,9 @@ class Witness:
             if self.losses_of is None:
                 given = by_example(engine, given, rows)
             tensors = [x.detach() for x in given] if self.losses_of is None else [given.detach()]
+            passes = [engine.trainable, engine.forward or engine.trainable]  # autocast may be on in forward alone
+            dtypes = [*(x.dtype for x in tensors), *(each.low_precision for each in passes)]
+            self._lowest = min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
             if not (self._any_rank(drew) or self._are_moved(tensors)) or not self._are_moved_without_dropout():
                 return
         except (SelfCheckError, torch.OutOfMemoryError) as error:  # outputs without rows, or no memory left
@@ -124,11 +127,10 @@ class Witness:
 
     def _are_moved(self, given: Sequence[torch.Tensor], rows: int = 1, least: int = 1) -> bool:
         """Return True if, of so many rows, at least so many give something else alone."""
-        moved, low_precision = 0, self._engine.trainable.low_precision
+        moved = 0
         for row in self._order[:rows]:
             for x, (own, *_) in zip(given, self._computed(self._rows.alone(row))[0], strict=True):
-                lowest = min(x.dtype, low_precision, key=lambda dtype: torch.finfo(dtype).bits)
-                if differs(self._rows.own_part(x, row, own.shape), own, x, TOLERANCE[lowest]):
+                if differs(self._rows.own_part(x, row, own.shape), own, x, TOLERANCE[self._lowest]):
                     moved += 1
                     break
         return self._any_rank(moved >= least)
@@ -141,7 +143,7 @@ class Witness:
     def _are_moved_without_dropout(self) -> bool:
         """Return the same of more rows, where the batch runs again with constants for random numbers; False if some
         are drawn even where the model evaluates."""
-        count, is_low = len(self._order), self._engine.trainable.low_precision in HALF
+        count, is_low = len(self._order), self._lowest in HALF
         least = count // 2 + 1 if is_low else min(2, max(1, count - 1))
         for context in (nullcontext(), evaluating(self._engine.model)):
             with context:
