@@ -15,8 +15,8 @@ from dp_transformers.mechanism.sampling import steps_of_epochs
 
 MANY = 50_000  # examples
 SEEN, LEAST_EPOCHS, MOST_EPOCHS = 25_000, 3, 10  # a training sees so many examples, within so many epochs
-EPOCHS_OF_MANY = 6
-LEAST_STEPS = 96
+EPOCHS_OF_MANY = 10
+LEAST_STEPS = 90
 MOST_NOISE = 0.25  # of a step, in clipping bounds
 LARGEST_SHARE = 1 / 8  # of the data that a step draws so that it has less noise
 
@@ -32,7 +32,7 @@ def choose_adapters(args: ModelArguments, num_examples: int) -> None:
 def choose(args: Arguments, num_examples: int, num_parameters: int) -> str:
     """Set what is open, and return a sentence on it, and on what the rule would change of what is not.
 
-    The batch is the largest power of two that leaves 96 steps, since noise is added once in each step. Where that
+    The batch is the largest power of two that leaves 90 steps, since noise is added once in each step. Where that
     noise is longer than a quarter of the clipping bound, it is a larger one, up to an eighth of the data.
     """
     if args.num_train_epochs is None:
