@@ -21,7 +21,7 @@ from ...mechanism.values import equal_or_nan
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..parallel.dtensor import is_dtensor, to_local
-from ..precision import HALF, sum_dtype
+from ..precision import HALF, OF_PRODUCTS, product_settings, sum_dtype
 from ..terms.arithmetic import flat_norm
 from .rows import LossFunction, Rows, outputs_of, projected
 from .without_dropout import without_dropout
@@ -216,8 +216,7 @@ class Comparison:
             p.grad = None
         losses_b, forward = self._losses(), engine.forward
         self.is_reentrant = forward is not None and forward.reentrant
-        low = [losses_b.dtype, engine.trainable.low_precision, *([forward.low_precision] if forward else [])]
-        self._low_precision = max(low, key=TOLERANCE.__getitem__)
+        self._low_precision = coarsest(engine, [losses_b.dtype])
         functions = [_AtTheMedian() for _ in engine.groups]
         groups = [group._replace(clipping=each) for group, each in zip(engine.groups, functions, strict=True)]
         with without_dropout():  # of what runs again
@@ -268,6 +267,15 @@ def _apart(found_b: torch.Tensor, own_b: torch.Tensor, least: float = 0.01) -> t
     largest = own_b.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     apart_b = (found_b - own_b).abs() / own_b.abs().clamp(min=least * float(largest)).clamp(min=NEGLIGIBLE)
     return torch.where(torch.isfinite(found_b) | torch.isfinite(own_b), apart_b, 0.0)
+
+
+def coarsest(engine: ClippingEngine, dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Return the dtype that rounds most: one of these, of the model's, of its last forward pass, which may be under
+    autocast, or the one that stands for products of float32 in TF32 or bf16."""
+    trainable, forward = engine.trainable, engine.forward
+    settings = product_settings(trainable.device)[: 1 + trainable.convolves]
+    seen = [trainable.low_precision, *dtypes, *(OF_PRODUCTS.get(x.fp32_precision, torch.float32) for x in settings)]
+    return max([*seen, *([forward.low_precision] if forward else [])], key=TOLERANCE.__getitem__)
 
 
 def differs(together: torch.Tensor, alone: torch.Tensor, of_all: torch.Tensor, tolerance: float) -> bool:

@@ -28,7 +28,7 @@ from ..errors import SelfCheckError
 from ..hooks import configurations, without_caches
 from ..precision import HALF
 from ..recorded_call import autocast_state
-from .comparison import HOW_TO_FIND, TOLERANCE, differs
+from .comparison import HOW_TO_FIND, TOLERANCE, coarsest, differs
 from .rows import LossFunction, Rows, by_example, outputs_of
 from .without_dropout import evaluating, without_dropout
 
@@ -107,9 +107,7 @@ class Witness:
             if self.losses_of is None:
                 given = by_example(engine, given, rows)
             tensors = [x.detach() for x in given] if self.losses_of is None else [given.detach()]
-            passes = [engine.trainable, engine.forward or engine.trainable]  # autocast may be on in forward alone
-            dtypes = [*(x.dtype for x in tensors), *(each.low_precision for each in passes)]
-            self._lowest = min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+            self._low_precision = coarsest(engine, [x.dtype for x in tensors])
             if not (self._any_rank(drew) or self._are_moved(tensors)) or not self._are_moved_without_dropout():
                 return
         except (SelfCheckError, torch.OutOfMemoryError) as error:  # outputs without rows, or no memory left
@@ -130,7 +128,7 @@ class Witness:
         moved = 0
         for row in self._order[:rows]:
             for x, (own, *_) in zip(given, self._computed(self._rows.alone(row))[0], strict=True):
-                if differs(self._rows.own_part(x, row, own.shape), own, x, TOLERANCE[self._lowest]):
+                if differs(self._rows.own_part(x, row, own.shape), own, x, TOLERANCE[self._low_precision]):
                     moved += 1
                     break
         return self._any_rank(moved >= least)
@@ -143,7 +141,7 @@ class Witness:
     def _are_moved_without_dropout(self) -> bool:
         """Return the same of more rows, where the batch runs again with constants for random numbers; False if some
         are drawn even where the model evaluates."""
-        count, is_low = len(self._order), self._lowest in HALF
+        count, is_low = len(self._order), self._low_precision in HALF
         least = count // 2 + 1 if is_low else min(2, max(1, count - 1))
         for context in (nullcontext(), evaluating(self._engine.model)):
             with context:

@@ -168,9 +168,12 @@ def test_what_does_not_run_in_float32_is_checked_as_it_trains(inside, caplog):
 
 
 def test_reduced_products_are_full_while_it_is_checked():
-    """Once, and once more as they are when it trains."""
+    """Once, and once more as they are when it trains, when they may round by 2%."""
     setting, seen = torch.backends.mkldnn.matmul, []
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 2))
+    model[0].register_forward_hook(
+        lambda m, args, y: y * 1.02 if setting.fp32_precision == "bf16" and len(y) > 1 else y
+    )
     model.register_forward_pre_hook(lambda module, args: seen.append(setting.fp32_precision))
     before, setting.fp32_precision = setting.fp32_precision, "bf16"
     try:
