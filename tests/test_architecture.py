@@ -71,7 +71,7 @@ def test_nothing_grows_past_its_budget():
         if isinstance(node, ast.ClassDef) and node.name not in dp_transformers.__all__
     }
     assert max(classes.values()) <= 350, max(classes, key=classes.get)
-    assert sum(map(code_lines, package.values())) <= 18_345
+    assert sum(map(code_lines, package.values())) <= 18_340
     assert len(package) <= 165
     assert sum(code_lines(text) for path, text in package.items() if is_guard(path)) <= 2_100
     assert sum(text.count("\n") for text in tests.values()) <= 33_440

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .batch_dims import BatchDim, kind_of_call
 from .fallback import refuse_new_data, restored, substituted, without_fused_attention, without_vmap_warnings
 from .owners import Owner
-from .precision import HALF
 from .ragged import is_ragged
 from .recorded_call import ForwardPass, is_differentiable
 from .tap import CopiedParameters, ParameterTap
@@ -116,9 +115,6 @@ class ExamplesApart:
             self._index = None
         if changed:  # to tensors of one example, which are invalid outside of vmap
             raise CannotRunByExample("its forward pass sets attributes")
-        for x in _tensors(tree_flatten(output)[0]):
-            if x.dtype in HALF:
-                forward.low_precision = x.dtype
         return output
 
     def record(self, owner: Owner, args: tuple, kwargs: dict, output: Any, first_node: int) -> Any:

@@ -85,7 +85,6 @@ class ForwardPass:
     positions: set[int] = field(default_factory=set)
     whole: set[Owner] = field(default_factory=set)
     unknown: Owner | None = None
-    low_precision: torch.dtype = torch.float32
     reentrant: bool = False
     recomputes: bool = False
     packs: bool = False

@@ -19,7 +19,7 @@ from .fallback import per_example_gradients
 from .layer_rule import Terms
 from .owners import Owner
 from .parallel.dtensor import as_dtensor_like
-from .precision import HALF, exact_arithmetic, sum_dtype
+from .precision import exact_arithmetic, sum_dtype
 from .recorded_call import BackwardPass, ForwardPass, RecordedCall, is_differentiable
 from .terms import Dense, NormOnly, Term
 
@@ -157,8 +157,6 @@ def tapped(call: RecordedCall) -> Any:
         saved = [x.detach() if x.requires_grad else x for x in call.inputs]
     if owner.may_be_rerun:
         saved += [x.detach() for x in outputs]  # to compare with recomputed outputs, or to compute from
-    if low := [x.dtype for x in outputs if x.dtype in HALF]:
-        forward.low_precision = low[0]
     in_place = not owner.rule.backward_reads_output or _ends_in_arithmetic(call)
     tensors = Tap.apply(call, in_place, forward.probe, len(outputs), *outputs, *saved)
     given = iter(tensors if isinstance(tensors, tuple) else (tensors,))

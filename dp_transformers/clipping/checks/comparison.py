@@ -20,6 +20,7 @@ from ...mechanism.clipping_functions import ClippingFunction
 from ...mechanism.values import equal_or_nan
 from ..engine import ClippingEngine
 from ..errors import SelfCheckError
+from ..loss_graph import dtypes_in_graph
 from ..parallel.dtensor import is_dtensor, to_local
 from ..precision import HALF, OF_PRODUCTS, product_settings, sum_dtype
 from ..terms.arithmetic import flat_norm
@@ -216,7 +217,7 @@ class Comparison:
             p.grad = None
         losses_b, forward = self._losses(), engine.forward
         self.is_reentrant = forward is not None and forward.reentrant
-        self._low_precision = coarsest(engine, [losses_b.dtype])
+        self._low_precision = coarsest(engine, [losses_b])
         functions = [_AtTheMedian() for _ in engine.groups]
         groups = [group._replace(clipping=each) for group, each in zip(engine.groups, functions, strict=True)]
         with without_dropout():  # of what runs again
@@ -269,13 +270,14 @@ def _apart(found_b: torch.Tensor, own_b: torch.Tensor, least: float = 0.01) -> t
     return torch.where(torch.isfinite(found_b) | torch.isfinite(own_b), apart_b, 0.0)
 
 
-def coarsest(engine: ClippingEngine, dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Return the dtype that rounds most: one of these, of the model's, of its last forward pass, which may be under
-    autocast, or the one that stands for products of float32 in TF32 or bf16."""
-    trainable, forward = engine.trainable, engine.forward
+def coarsest(engine: ClippingEngine, computed: Sequence[torch.Tensor]) -> torch.dtype:
+    """Return the dtype that rounds most of those in which these were computed, maybe under autocast: as their graphs
+    show it, and for what is frozen its weights, and where products of float32 are in TF32 or bf16 the one that has as
+    many bits."""
+    trainable = engine.trainable
     settings = product_settings(trainable.device)[: 1 + trainable.convolves]
-    seen = [trainable.low_precision, *dtypes, *(OF_PRODUCTS.get(x.fp32_precision, torch.float32) for x in settings)]
-    return max([*seen, *([forward.low_precision] if forward else [])], key=TOLERANCE.__getitem__)
+    seen = {trainable.low_precision, *(OF_PRODUCTS.get(each.fp32_precision, torch.float32) for each in settings)}
+    return max(seen.union(*map(dtypes_in_graph, computed)) & TOLERANCE.keys(), key=TOLERANCE.__getitem__)
 
 
 def differs(together: torch.Tensor, alone: torch.Tensor, of_all: torch.Tensor, tolerance: float) -> bool:

@@ -106,8 +106,9 @@ class Witness:
         try:
             if self.losses_of is None:
                 given = by_example(engine, given, rows)
-            tensors = [x.detach() for x in given] if self.losses_of is None else [given.detach()]
-            self._low_precision = coarsest(engine, [x.dtype for x in tensors])
+            tensors = [*given] if self.losses_of is None else [given]
+            self._low_precision = coarsest(engine, tensors)
+            tensors = [x.detach() for x in tensors]
             if not (self._any_rank(drew) or self._are_moved(tensors)) or not self._are_moved_without_dropout():
                 return
         except (SelfCheckError, torch.OutOfMemoryError) as error:  # outputs without rows, or no memory left
