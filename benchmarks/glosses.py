@@ -18,7 +18,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             start = time.perf_counter()
             flags = [*FLAGS.split(), "--train_file", str(file)]
-            row = {"epsilon": str(epsilon), "seed": seed, **run_recipe(epsilon, seed, args.threads, flags, "--twin")}
+            row = {"epsilon": str(epsilon), "seed": seed, **run_recipe(epsilon, seed, args.threads, flags, "")}
             row |= {"seconds": round(time.perf_counter() - start, 1), "machine": machine(torch.device("cpu"))}
             with args.results.open("a") as results:
                 results.write(json.dumps(row) + "\n")
@@ -67,15 +67,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def write_csv(source: Path, target: Path) -> None:
     """Write the definitions and classes of WordNet's nouns as a table of texts and labels."""
-    if not source.is_file():
-        raise SystemExit(f"there is no '{source}': apt-get install wordnet-base, or give --data_dir.")
     with target.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "label"])
-        for line in source.read_text().splitlines():
-            if not line.startswith("  "):  # those begin the lines of the licence
-                entry, gloss = line.split(" | ", 1)
-                writer.writerow([gloss.split('; "')[0].strip(), int(entry.split()[1]) - FIRST_CLASS])
+        writer.writerows((definition, number) for _, number, definition in nouns(source))
+
+
+def nouns(source: Path) -> Iterator[tuple[str, int, str]]:
+    """The first word, the number of the class and the definition of each of WordNet's nouns."""
+    if not source.is_file():
+        raise SystemExit(f"there is no '{source}': apt-get install wordnet-base, or give --data_dir.")
+    for line in source.read_text().splitlines():
+        if not line.startswith("  "):  # those begin the lines of the licence
+            entry, gloss = line.split(" | ", 1)
+            fields = entry.split()
+            yield fields[4].replace("_", " "), int(fields[1]) - FIRST_CLASS, gloss.split('; "')[0].strip()
 
 
 def table(rows: Sequence[Row]) -> list[str]:

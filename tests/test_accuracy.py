@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import accuracy, glosses, mechanisms, persons
+from benchmarks import accuracy, definitions, glosses, mechanisms, persons
 from benchmarks.pages import with_table
 from dp_transformers import compute_epsilon
 
@@ -77,9 +77,10 @@ def test_persons_are_trained_as_private_as_it_says(monkeypatch):
     assert [found[s]["rows_of_a_person"] for s in ("persons", "rows", "group")] == [2, 2, 3]
 
 
-def test_the_page_has_the_table_of_the_glosses():
-    text, rows = glosses.PAGE.read_text(), accuracy.read(glosses.RESULTS)
-    assert rows and with_table(text, "glosses", glosses.table(rows)) == text
+@pytest.mark.parametrize("benchmark", [definitions, glosses])
+def test_the_page_has_the_table_of_its_texts(benchmark):
+    text, rows = benchmark.PAGE.read_text(), accuracy.read(benchmark.RESULTS)
+    assert rows and with_table(text, benchmark.RESULTS.stem, benchmark.table(rows)) == text
 
 
 def test_glosses_are_definitions_with_their_classes(tmp_path):
@@ -91,6 +92,9 @@ def test_glosses_are_definitions_with_their_classes(tmp_path):
     (tmp_path / "data.noun").write_text("\n".join(lines))
     glosses.write_csv(tmp_path / "data.noun", tmp_path / "out.csv")
     assert (tmp_path / "out.csv").read_text().split() == ["text,label", "barks,2", "24", "h,25"]
+    trained, tested = definitions.split(tmp_path / "data.noun", seed=1)
+    assert not trained, "what is tested is held out first"
+    assert {(row["prompt"], row["text"]) for row in tested} == {("dog (animal):", " barks"), ("day (time):", " 24 h")}
 
 
 @pytest.mark.parametrize("page", accuracy.PAGES, ids=lambda page: page.name)
