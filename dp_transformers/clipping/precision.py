@@ -12,7 +12,7 @@ from torch import nn
 
 HALF = (torch.bfloat16, torch.float16)
 FULL_PRECISION = {"ieee", "none"}  # names of torch's settings for float32 products
-OF_PRODUCTS = {"tf32": torch.float16, "bf16": torch.bfloat16}  # what has as many bits behind the point
+DTYPE_OF_PRODUCTS = {"tf32": torch.float16, "bf16": torch.bfloat16}  # dtypes with as many bits of mantissa
 _AS_IT_IS = nullcontext()
 TRAINABLE = (torch.float32, torch.float64, torch.bfloat16)
 

@@ -22,7 +22,7 @@ from ..engine import ClippingEngine
 from ..errors import SelfCheckError
 from ..loss_graph import dtypes_in_graph
 from ..parallel.dtensor import is_dtensor, to_local
-from ..precision import HALF, OF_PRODUCTS, product_settings, sum_dtype
+from ..precision import DTYPE_OF_PRODUCTS, HALF, product_settings, sum_dtype
 from ..terms.arithmetic import flat_norm
 from .rows import LossFunction, Rows, outputs_of, projected
 from .without_dropout import without_dropout
@@ -271,12 +271,11 @@ def _apart(found_b: torch.Tensor, own_b: torch.Tensor, least: float = 0.01) -> t
 
 
 def coarsest(engine: ClippingEngine, computed: Sequence[torch.Tensor]) -> torch.dtype:
-    """Return the dtype that rounds most of those in which these were computed, maybe under autocast: as their graphs
-    show it, and for what is frozen its weights, and where products of float32 are in TF32 or bf16 the one that has as
-    many bits."""
+    """Return the least precise dtype in which these were computed. Their graphs show it, also under autocast. Frozen
+    weights, and the setting for products of float32 (TF32 or bf16), which no graph shows, count as well."""
     trainable = engine.trainable
     settings = product_settings(trainable.device)[: 1 + trainable.convolves]
-    seen = {trainable.low_precision, *(OF_PRODUCTS.get(each.fp32_precision, torch.float32) for each in settings)}
+    seen = {trainable.low_precision, *(DTYPE_OF_PRODUCTS.get(each.fp32_precision, torch.float32) for each in settings)}
     return max(seen.union(*map(dtypes_in_graph, computed)) & TOLERANCE.keys(), key=TOLERANCE.__getitem__)
 
 
