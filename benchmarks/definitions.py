@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from .accuracy import ROOT, groups, read, run
-from .glosses import nouns
+from .glosses import CLASSES, nouns
 from .harness import Row, machine
 from .pages import with_table
 
@@ -39,11 +39,6 @@ FLAGS = (
     f"--max_length 48 --max_eval_samples {TESTED} --use_cpu"
 )
 MOST_WRITTEN = 32  # tokens of a definition
-# WordNet's files of nouns in their order; the first one has the nouns above all classes
-CLASSES = (
-    "anything act animal artifact attribute body cognition communication event feeling food group location motive "
-    "object person phenomenon plant possession process quantity relation shape state substance time"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -33,6 +33,11 @@ from .pages import with_table
 RESULTS = Path(__file__).with_name("glosses.jsonl")
 PAGE = ROOT / "docs" / "accuracy.md"
 FLAGS = "--max_eval_samples 4000 --max_length 64"
+# WordNet's files of nouns in their order; the first one has the nouns above all classes
+CLASSES = (
+    "anything act animal artifact attribute body cognition communication event feeling food group location motive "
+    "object person phenomenon plant possession process quantity relation shape state substance time"
+)
 FIRST_CLASS = 3  # WordNet's number of the first class of nouns
 
 
@@ -44,11 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     p.add_argument("--epsilons", nargs="+", type=float, default=[8.0, math.inf, 3.0, 1.0])
     p.add_argument("--seeds", nargs="+", type=int, default=[42, 43, 44])
     p.add_argument("--threads", type=int, default=2, help="CPU threads of torch")
+    p.add_argument("--named", action="store_true", help="the head starts from the names of classes; other --results")
     p.add_argument("--results", type=Path, default=RESULTS, help="one line of JSON for every finished run")
     args = p.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "glosses.csv")
-        write_csv(args.data_dir / "data.noun", file)
+        write_csv(args.data_dir / "data.noun", file, args.named)
         for seed, epsilon in [(s, e) for s in args.seeds for e in args.epsilons]:
             if (seed, epsilon) in {(row["seed"], row["epsilon"]) for row in read(args.results)}:
                 continue
@@ -65,12 +71,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         PAGE.write_text(with_table(PAGE.read_text(), "glosses", table(rows)))
 
 
-def write_csv(source: Path, target: Path) -> None:
-    """Write the definitions and classes of WordNet's nouns as a table of texts and labels."""
+def write_csv(source: Path, target: Path, named: bool = False) -> None:
+    """Write the definitions of WordNet's nouns, and the numbers or the names of their classes, as texts and labels."""
+    labels = CLASSES.split() if named else range(len(CLASSES.split()))
     with target.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["text", "label"])
-        writer.writerows((definition, number) for _, number, definition in nouns(source))
+        writer.writerows((definition, labels[number]) for _, number, definition in nouns(source))
 
 
 def nouns(source: Path) -> Iterator[tuple[str, int, str]]:

@@ -27,7 +27,7 @@ import fine_tuning
 import frozen_layers
 import numpy as np
 import torch
-from datasets import DatasetDict
+from datasets import ClassLabel, DatasetDict
 from frozen_layers import IGNORE_INDEX
 from outcome import Outcome
 from peft import TaskType
@@ -42,6 +42,8 @@ from transformers import (
 )
 
 from dp_transformers import DPTrainer
+
+NAME_SCALE = 20.0  # of cosines in the loss that sentence encoders were trained with
 
 
 @dataclass
@@ -104,6 +106,8 @@ def tokenize(data: DatasetDict, args: DataArguments, tokenizer, is_mean: bool) -
     are taken as public."""
     classes = sorted(set(data["train"][args.label_column]))
     index = {name: i for i, name in enumerate(classes)}
+    feature = data["train"].features[args.label_column]
+    names = feature.int2str(classes) if isinstance(feature, ClassLabel) else classes
 
     def encode(rows):
         encoded = tokenizer(rows[args.text_column], truncation=True, max_length=args.max_length)
@@ -112,7 +116,7 @@ def tokenize(data: DatasetDict, args: DataArguments, tokenizer, is_mean: bool) -
             labels = [[label] * len(ids) for label, ids in zip(labels, encoded["input_ids"], strict=True)]
         return {**encoded, "labels": labels}
 
-    return data.map(encode, batched=True, remove_columns=data["train"].column_names, desc="tokenizing"), classes
+    return data.map(encode, batched=True, remove_columns=data["train"].column_names, desc="tokenizing"), names
 
 
 def mean_over_tokens(logits_btc: torch.Tensor, labels_bt: torch.Tensor) -> torch.Tensor:
@@ -128,10 +132,15 @@ def loss_of_mean(outputs, labels_bt: torch.Tensor) -> torch.Tensor:
     )
 
 
-def build_model(path: str, num_labels: int, args: ModelArguments, is_mean: bool = False):
-    config = fine_tuning.set_dropout(AutoConfig.from_pretrained(path, num_labels=num_labels), args.dropout)
+def build_model(path: str, classes: list, args: ModelArguments, is_mean: bool = False, tokenizer=None):
+    """Return the model with what is to be trained. A new head starts from the names of the classes if there is a
+    tokenizer to read them, and they are strings."""
+    config = fine_tuning.set_dropout(AutoConfig.from_pretrained(path, num_labels=len(classes)), args.dropout)
     auto = AutoModelForTokenClassification if is_mean else AutoModelForSequenceClassification
-    model = auto.from_pretrained(path, config=config, dtype=torch.float32)
+    model, found = auto.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
+    has_new_head = any(is_of_head(name) and name.endswith("weight") for name in found["missing_keys"])
+    if tokenizer and has_new_head and all(isinstance(name, str) for name in classes):
+        start_from_names(model, classes, tokenizer)
     if args.full:
         return model
     if args.head_only:
@@ -142,8 +151,23 @@ def build_model(path: str, num_labels: int, args: ModelArguments, is_mean: bool 
 
 
 def is_of_head(parameter_name: str) -> bool:
-    """Return whether a parameter is one of the head, which starts from nothing."""
+    """Return whether a parameter is one of the head."""
     return not {"classifier", "score"}.isdisjoint(parameter_name.split("."))
+
+
+@torch.no_grad()
+def start_from_names(model: nn.Module, names: list[str], tokenizer) -> None:
+    """Let the head start from what it reads of the classes' names, in the mean over their tokens: the logits of a text
+    are NAME_SCALE times its cosines with them, times the norm of its mean over that of a name."""
+    head = next(m for name, m in model.named_modules() if is_of_head(name) and isinstance(m, nn.Linear))
+    read: list[torch.Tensor] = []
+    with head.register_forward_pre_hook(lambda _, args: read.append(args[0][0].mean(0))):
+        for name in names:
+            model.eval()(**tokenizer(name, truncation=True, return_tensors="pt"))
+    mean_cd = torch.stack(read)
+    head.weight.copy_(NAME_SCALE * nn.functional.normalize(mean_cd) / mean_cd.norm(dim=1).mean())
+    if head.bias is not None:
+        head.bias.zero_()
 
 
 class HeadFirstTrainer(DPTrainer):
@@ -178,7 +202,7 @@ def main() -> dict:
             fine_tuning.check_batch(args, len(data["train"]))
     if is_default:
         defaults.choose_adapters(model_args, len(data["train"]))
-    model = build_model(model_path, len(classes), model_args, is_mean)
+    model = build_model(model_path, classes, model_args, is_mean, tokenizer if is_mean else None)
     chosen = defaults.choose(args, len(data["train"]), sum(p.numel() for p in model.parameters() if p.requires_grad))
     if args.process_index == 0:
         print(chosen, flush=True)

@@ -92,6 +92,8 @@ def test_glosses_are_definitions_with_their_classes(tmp_path):
     (tmp_path / "data.noun").write_text("\n".join(lines))
     glosses.write_csv(tmp_path / "data.noun", tmp_path / "out.csv")
     assert (tmp_path / "out.csv").read_text().split() == ["text,label", "barks,2", "24", "h,25"]
+    glosses.write_csv(tmp_path / "data.noun", tmp_path / "out.csv", named=True)
+    assert (tmp_path / "out.csv").read_text().split() == ["text,label", "barks,animal", "24", "h,time"]
     trained, tested = definitions.split(tmp_path / "data.noun", seed=1)
     assert not trained, "what is tested is held out first"
     assert {(row["prompt"], row["text"]) for row in tested} == {("dog (animal):", " barks"), ("day (time):", " 24 h")}

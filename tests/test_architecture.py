@@ -74,7 +74,7 @@ def test_nothing_grows_past_its_budget():
     assert sum(map(code_lines, package.values())) <= 18_340
     assert len(package) <= 165
     assert sum(code_lines(text) for path, text in package.items() if is_guard(path)) <= 2_100
-    assert sum(text.count("\n") for text in tests.values()) <= 33_440
+    assert sum(text.count("\n") for text in tests.values()) <= 33_470
 
 
 def test_planted_bugs_are_in_one_place_each():

@@ -271,6 +271,34 @@ def test_the_mean_over_tokens_has_a_head_that_learns_faster(task, tmp_path, call
     assert report["test_accuracy"] > 0.8, "one word decides"
 
 
+def test_a_new_head_on_the_mean_starts_from_the_names_of_classes(task, tmp_path):
+    names, tokenizer = ["good", "bad weather"], hf.AutoTokenizer.from_pretrained(task / "model")
+    trained = hf.AutoModel.from_pretrained(task / "model")
+    trained.save_pretrained(tmp_path)
+    args = (names, text_classification.ModelArguments(), True, tokenizer)
+    model = text_classification.build_model(tmp_path, *args).eval()
+    inputs = tokenizer(names, padding=True, return_tensors="pt")
+    mask_bt = inputs["attention_mask"]
+    with torch.no_grad():
+        mean_bd = (trained(**inputs).last_hidden_state * mask_bt[..., None]).sum(1) / mask_bt.sum(1)[:, None]
+        logits_btc = model(**inputs).logits
+    cosines, norms = torch.nn.functional.cosine_similarity(mean_bd[:, None], mean_bd, dim=2), mean_bd.norm(dim=1)
+    logits_bc = text_classification.mean_over_tokens(logits_btc, mask_bt.where(mask_bt == 1, -100))
+    torch.testing.assert_close(logits_bc, 20 * cosines * (norms / norms.mean())[:, None])
+    head = text_classification.build_model(task / "model", *args).base_model.model.classifier
+    assert torch.equal(head.weight, hf.BertForTokenClassification.from_pretrained(task / "model").classifier.weight)
+
+
+def test_integers_have_the_names_that_the_data_set_gives_them(task):
+    label = datasets.ClassLabel(names=["weather", "plot", "film"])
+    features = datasets.Features({"text": datasets.Value("string"), "label": label})
+    rows = datasets.Dataset.from_dict({"text": ["film", "weather"], "label": [2, 0]}, features)
+    data = datasets.DatasetDict(train=rows, test=rows)
+    tokenizer = hf.AutoTokenizer.from_pretrained(task / "model")
+    data, names = text_classification.tokenize(data, text_classification.DataArguments(), tokenizer, False)
+    assert (names, data["test"]["labels"][:]) == (["weather", "film"], [1, 0])
+
+
 @pytest.mark.parametrize(
     ("epsilon", "examples", "parameters", "given", "epochs", "batch"),
     [(8, 8454, 25346, None, 3, 512), (1, 8454, 25346, None, 3, 1024), (3, 78115, 65306, None, 10, 8192),

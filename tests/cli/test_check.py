@@ -79,7 +79,7 @@ def test_adapters_and_a_new_head(task, head, folder, capsys):
 
 def test_the_recipe_trains_what_check_counts(folder, capsys):
     path = folder("bert")
-    recipe = text_classification.build_model(str(path), 2, text_classification.ModelArguments())
+    recipe = text_classification.build_model(str(path), [0, 1], text_classification.ModelArguments())
     found = check(capsys, path, "--task", "sequence_classification", "--lora-rank", 8)
     assert found["trainable"] == sum(p.numel() for p in recipe.parameters() if p.requires_grad)
 
