@@ -21,6 +21,7 @@ from flags import RecipeParser
 from huggingface_hub import HfApi
 from outcome import REPORT_NAME, TWIN, TWIN_HELP, Outcome, print_table
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.helpers import disable_input_dtype_casting
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.pytorch_utils import Conv1D
@@ -374,7 +375,8 @@ def train(trainer: DPTrainer) -> None:
     if checkpoint and trainer.is_world_process_zero():
         print(f"going on with the training in {args.output_dir}; take another --output_dir for a new one", flush=True)
     try:
-        trainer.train(resume_from_checkpoint=checkpoint or None)
+        with disable_input_dtype_casting(trainer.model, active=args.bf16 or args.fp16):  # autocast would cast it back
+            trainer.train(resume_from_checkpoint=checkpoint or None)
     except KeyboardInterrupt:
         newest = get_last_checkpoint(args.output_dir)
         way_out = f"go on from {os.path.basename(newest)}" if newest else "begin again, as no checkpoint was saved yet"

@@ -71,6 +71,9 @@ class ModelArguments(fine_tuning.ModelArguments):
             "help": "The head reads the mean of tokens, or what the model's class gives; auto: mean for MiniLM."
         },
     )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "eager, sdpa, or another; on CPUs eager is the fastest with --bf16."}
+    )
     keep_frozen: str = field(
         default="memory", metadata={"help": "Keep what frozen layers give: memory, a folder, or no."}
     )
@@ -137,7 +140,13 @@ def build_model(path: str, classes: list, args: ModelArguments, is_mean: bool = 
     tokenizer to read them, and they are strings."""
     config = fine_tuning.set_dropout(AutoConfig.from_pretrained(path, num_labels=len(classes)), args.dropout)
     auto = AutoModelForTokenClassification if is_mean else AutoModelForSequenceClassification
-    model, found = auto.from_pretrained(path, config=config, dtype=torch.float32, output_loading_info=True)
+    model, found = auto.from_pretrained(
+        path,
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=args.attn_implementation,
+        output_loading_info=True,
+    )
     has_new_head = any(is_of_head(name) and name.endswith("weight") for name in found["missing_keys"])
     if tokenizer and has_new_head and all(isinstance(name, str) for name in classes):
         start_from_names(model, classes, tokenizer)

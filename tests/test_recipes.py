@@ -41,6 +41,7 @@ import token_classification
 import torch
 import transformers as hf
 from accelerate.commands import launch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from dp_transformers import FlatClipping, IndependentNoise, Mechanism, PoissonSampling
@@ -255,16 +256,19 @@ def test_kept_outputs_of_frozen_layers_give_the_same_gradients(name, tmp_path, m
 
 
 def test_the_mean_over_tokens_has_a_head_that_learns_faster(task, tmp_path, call, monkeypatch):
-    groups = []
+    groups, kernels, casts = [], set(), set()
 
     class Look(hf.TrainerCallback):
-        def on_train_begin(self, args, state, control, optimizer, **kwargs):
+        def on_train_begin(self, args, state, control, model, optimizer, **kwargs):
             groups.extend((len(group["params"]), group["initial_lr"]) for group in optimizer.param_groups)
+            kernels.add(model.config._attn_implementation)
+            casts.update(m.cast_input_dtype_enabled for m in model.modules() if isinstance(m, BaseTunerLayer))
 
     trainer = partial(text_classification.HeadFirstTrainer, callbacks=[Look()])
     monkeypatch.setattr(text_classification, "HeadFirstTrainer", trainer)
     flags = [*classifier_flags(task, tmp_path), "--noise_multiplier", 0, "--max_steps", 100, "--learning_rate", 0.03]
-    report = call(text_classification, *flags, "--pooling", "mean")
+    report = call(text_classification, *flags, "--pooling", "mean", "--bf16", "--attn_implementation", "eager")
+    assert (kernels, casts) == ({"eager"}, {False}), "autocast rounds the inputs of adapters, and peft leaves them"
     assert sorted(groups) == [(0, 0.03), (1, 0.3), (1, 0.3), (4, 0.03)], (
         "weight and bias of the head, four of adapters"
     )
