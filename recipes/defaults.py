@@ -15,7 +15,7 @@ from dp_transformers.mechanism.sampling import steps_of_epochs
 
 MANY = 50_000  # examples
 SEEN, LEAST_EPOCHS, MOST_EPOCHS = 25_000, 3, 10  # a training sees so many examples, within so many epochs
-EPOCHS_OF_MANY = 10
+EPOCHS_OF_MANY = 20
 LEAST_STEPS = 90
 MOST_NOISE = 0.25  # of a step, in clipping bounds
 LARGEST_SHARE = 1 / 8  # of the data that a step draws so that it has less noise

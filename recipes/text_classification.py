@@ -94,7 +94,7 @@ class Arguments(fine_tuning.Arguments):
     )
     per_device_eval_batch_size: int = field(default=128, metadata={"help": "Batch size of the evaluation."})
     num_train_epochs: float | None = field(
-        default=None, metadata={"help": "Passes over the data; default: 3 to 10, by a rule."}
+        default=None, metadata={"help": "Passes over the data; default: 3 to 20, by a rule."}
     )
     max_grad_norm: float = field(
         default=0.3, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}

@@ -305,8 +305,8 @@ def test_integers_have_the_names_that_the_data_set_gives_them(task):
 
 @pytest.mark.parametrize(
     ("epsilon", "examples", "parameters", "given", "epochs", "batch"),
-    [(8, 8454, 25346, None, 3, 512), (1, 8454, 25346, None, 3, 1024), (3, 78115, 65306, None, 10, 8192),
-     (8, 500, 25346, None, 10, 32), (8, 78115, 22_700_000, None, 10, 8192), (8, 8454, 25346, 64, 3, 64)],
+    [(8, 8454, 25346, None, 3, 512), (1, 8454, 25346, None, 3, 1024), (3, 78115, 65306, None, 20, 16384),
+     (8, 500, 25346, None, 10, 32), (8, 78115, 22_700_000, None, 20, 16384), (8, 8454, 25346, 64, 3, 64)],
 )  # fmt: skip
 def test_epochs_and_batch_follow_from_the_data(tmp_path, epsilon, examples, parameters, given, epochs, batch):
     args = text_classification.Arguments(str(tmp_path), target_epsilon=epsilon, expected_batch_size=given)
