@@ -107,7 +107,7 @@ class Setting:
 
 SETTINGS = {
     "flat": Setting("convolutions, flat clipping", "86.0 ± 0.3", images, conv_net, 2048, 4.0, 512),
-    "auto_s": Setting("convolutions, AUTO-S", "86.4 ± 0.2", images, conv_net, 2048, 4.0, 512, "auto_s"),
+    "auto_s": Setting("convolutions, AUTO-S", "86.4 ± 0.2", images, conv_net, 2048, 6.0, 512, "auto_s"),
     "scattering": Setting("linear layer, scattering", "89.7 (ε < 2.9)", features, linear, 8192, 32.0, 1024),
     "centred": Setting("the same, features centred", "", features, linear, 8192, 16.0, 1024, centred=True),
 }
