@@ -127,9 +127,7 @@ class Arguments(fine_tuning.Arguments):
     max_grad_norm: float = field(
         default=0.1, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
-    learning_rate: float = field(
-        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
-    )
+    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate; larger under DP."})
 
 
 def opening_tokens(tokenizer) -> list[int]:

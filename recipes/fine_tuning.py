@@ -61,9 +61,9 @@ class DataArguments:
 class ModelArguments:
     """The parameters that are trained."""
 
-    full: bool = field(default=False, metadata={"help": "Train all parameters instead of LoRA adapters."})
+    full: bool = field(default=False, metadata={"help": "Train all parameters, not LoRA."})
     lora_r: int = field(default=8, metadata={"help": "Rank of the LoRA adapters."})
-    lora_alpha: int = field(default=16, metadata={"help": "LoRA scale: alpha / r multiplies the adapter."})
+    lora_alpha: int = field(default=16, metadata={"help": "Scale: alpha / r times the adapter."})
     lora_target_modules: str = field(
         default="auto",
         metadata={"help": "Modules that get an adapter: comma-separated names, all-linear, or auto (peft's choice)."},

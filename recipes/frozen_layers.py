@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,22 @@ MOST_KEPT = 8 * 2**30  # bytes of outputs of frozen layers; with more, these lay
 
 
 class HiddenStates(Dataset):
-    """Rows of a tokenized data set, with the output of the last frozen layer in the place of the tokens."""
+    """Rows of a tokenized data set, with the output of the last frozen layer in the place of the tokens.
 
-    def __init__(self, hidden: Sequence[torch.Tensor], labels: list[Any]):
-        self._hidden, self._labels = hidden, labels
+    Args:
+        hidden_td: The output for the tokens of all rows, one row after the other. One tensor and not one for each row,
+            as garbage collection looks through tensors again and again.
+        lengths: The number of tokens in each row.
+    """
+
+    def __init__(self, hidden_td: torch.Tensor, lengths: list[int], labels: list[Any]):
+        self._hidden_td, self._starts, self._labels = hidden_td, [0, *accumulate(lengths)], labels
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        hidden = self._hidden[i]
+        hidden = self._hidden_td[self._starts[i] : self._starts[i + 1]]
         labels = torch.as_tensor(self._labels[i])
         return {"inputs_embeds": hidden, "attention_mask": torch.ones(len(hidden), dtype=torch.long), "labels": labels}
 
@@ -88,13 +95,13 @@ def computed_once(
         ids = [*rows["input_ids"]]
         file = folder / f"{_digest(frozen, ids)}.pt" if folder else None
         if file and file.exists():
-            hidden = torch.load(file, mmap=True).split([*map(len, ids)])
+            hidden_td = torch.load(file, mmap=True)
         else:
-            hidden = _outputs_of(frozen[-1], model, rows, collate, batch_size)
+            hidden_td = _outputs_of(frozen[-1], model, rows, collate, batch_size)
         if file and not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(torch.cat(hidden), file)
-        kept[split] = HiddenStates(hidden, [*rows["labels"]])
+            torch.save(hidden_td, file)
+        kept[split] = HiddenStates(hidden_td, [*map(len, ids)], [*rows["labels"]])
     try:
         if frozen and _goes_on_from(model, frozen, kept["train"], data["train"], collate):
             yield kept, pad
@@ -163,10 +170,10 @@ class _Reached(Exception):
 @torch.no_grad()
 def _outputs_of(
     layer: nn.Module, model: PreTrainedModel, rows: Any, collate: Callable[[list], Mapping], batch_size: int
-) -> list[torch.Tensor]:
-    """Return the (tokens, width) output of a layer for each row; nothing above it runs."""
-    ids = [*rows["input_ids"]]
-    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+) -> torch.Tensor:
+    """Return the (tokens of all rows, width) output of a layer; nothing above it runs."""
+    lengths = [*map(len, rows["input_ids"])]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
 
     def keep(_, args: tuple, output: torch.Tensor) -> None:
         outputs.append(output)
@@ -174,7 +181,8 @@ def _outputs_of(
 
     outputs: list[torch.Tensor] = []
     was_training, hook = model.training, layer.register_forward_hook(keep)
-    found: list[torch.Tensor] = [torch.empty(0)] * len(ids)
+    found_td: torch.Tensor | None = None
+    starts = [0, *accumulate(lengths)]
     try:
         model.eval()
         for start in range(0, len(order), batch_size):
@@ -182,9 +190,12 @@ def _outputs_of(
             batch = _on_device(collate([rows[i] for i in chosen]), model)
             with contextlib.suppress(_Reached):
                 model(**batch)
-            for i, row, mask in zip(chosen, outputs.pop(), batch["attention_mask"], strict=True):
-                found[i] = row[mask.bool()].cpu()
+            output = outputs.pop()
+            if found_td is None:
+                found_td = torch.empty(starts[-1], output.shape[-1], dtype=output.dtype)
+            for i, row, mask in zip(chosen, output, batch["attention_mask"], strict=True):
+                found_td[starts[i] : starts[i + 1]] = row[mask.bool()]
     finally:
         hook.remove()
         model.train(was_training)
-    return found
+    return found_td

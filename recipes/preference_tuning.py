@@ -81,9 +81,7 @@ class Arguments(fine_tuning.Arguments, DPDPOConfig):
     max_grad_norm: float = field(
         default=0.1, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
-    learning_rate: float = field(
-        default=2e-3, metadata={"help": "Peak learning rate; private training wants larger ones."}
-    )
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate; larger under DP."})
     max_length: int | None = field(default=128, metadata={"help": "Longer rows are truncated to this many tokens."})
 
 

@@ -80,9 +80,7 @@ class Arguments(fine_tuning.Arguments):
     )
     per_device_eval_batch_size: int = field(default=128, metadata={"help": "Batch size of the evaluation."})
     num_train_epochs: float = field(default=2.0, metadata={"help": "Passes over the data, on average."})
-    learning_rate: float = field(
-        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
-    )
+    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate; larger under DP."})
 
 
 def tokenize(data: DatasetDict, args: DataArguments, tokenizer) -> DatasetDict:

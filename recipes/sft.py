@@ -126,9 +126,7 @@ class Arguments(fine_tuning.Arguments, DPSFTConfig):
     max_grad_norm: float = field(
         default=0.1, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
-    learning_rate: float = field(
-        default=1e-3, metadata={"help": "Peak learning rate; private training wants larger ones."}
-    )
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate; larger under DP."})
     push_to_hub: bool = field(
         default=False, metadata={"help": "Upload the model, with its card and ledger, to --hub_model_id."}
     )

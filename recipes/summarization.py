@@ -77,9 +77,7 @@ class Arguments(fine_tuning.Arguments):
     )
     per_device_eval_batch_size: int = field(default=256, metadata={"help": "Batch size of the evaluation."})
     num_train_epochs: float = field(default=6.0, metadata={"help": "Passes over the data, on average."})
-    learning_rate: float = field(
-        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
-    )
+    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate; larger under DP."})
 
 
 def small_t5() -> tuple[T5ForConditionalGeneration, PreTrainedTokenizerFast]:

@@ -72,7 +72,7 @@ class ModelArguments(fine_tuning.ModelArguments):
         },
     )
     attn_implementation: str | None = field(
-        default=None, metadata={"help": "eager, sdpa, or another; on CPUs eager is the fastest with --bf16."}
+        default=None, metadata={"help": "eager, sdpa, or another; on CPUs with --bf16: eager."}
     )
     keep_frozen: str = field(
         default="memory", metadata={"help": "Keep what frozen layers give: memory, a folder, or no."}
@@ -99,9 +99,7 @@ class Arguments(fine_tuning.Arguments):
     max_grad_norm: float = field(
         default=0.3, metadata={"help": "The clipping bound C: L2 norm of one example's gradient."}
     )
-    learning_rate: float = field(
-        default=1e-2, metadata={"help": "Peak learning rate; private training wants larger ones."}
-    )
+    learning_rate: float = field(default=1e-2, metadata={"help": "Peak learning rate; larger under DP."})
 
 
 def tokenize(data: DatasetDict, args: DataArguments, tokenizer, is_mean: bool) -> tuple[DatasetDict, list]:
