@@ -14,8 +14,9 @@ from fine_tuning import Arguments, ModelArguments
 from dp_transformers.mechanism.sampling import steps_of_epochs
 
 MANY = 50_000  # examples
-SEEN, LEAST_EPOCHS, MOST_EPOCHS = 25_000, 3, 10  # a training sees so many examples, within so many epochs
-EPOCHS_OF_MANY = 20
+LEAST_EPOCHS = 3
+SEEN, MOST_EPOCHS = 25_000, 10  # a training sees so many examples, in at most so many epochs
+SEEN_OF_MANY, MOST_EPOCHS_OF_MANY = 1_600_000, 20
 LEAST_STEPS = 90
 MOST_NOISE = 0.25  # of a step, in clipping bounds
 LARGEST_SHARE = 1 / 8  # of the data that a step draws so that it has less noise
@@ -36,8 +37,8 @@ def choose(args: Arguments, num_examples: int, num_parameters: int) -> str:
     noise is longer than a quarter of the clipping bound, it is a larger one, up to an eighth of the data.
     """
     if args.num_train_epochs is None:
-        few = max(LEAST_EPOCHS, min(MOST_EPOCHS, round(SEEN / num_examples)))
-        args.num_train_epochs = float(few if num_examples < MANY else EPOCHS_OF_MANY)
+        seen, most = (SEEN, MOST_EPOCHS) if num_examples < MANY else (SEEN_OF_MANY, MOST_EPOCHS_OF_MANY)
+        args.num_train_epochs = float(max(LEAST_EPOCHS, min(most, round(seen / num_examples))))
     epochs = args.num_train_epochs if math.isfinite(args.num_train_epochs) else LEAST_EPOCHS
 
     def noise(batch: float) -> float:
