@@ -45,7 +45,7 @@ Row = dict[str, Any]
 Turn = tuple[list[float], list[float]]  # seconds of every phase, by the benchmark's clock and by the wall clock
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "numpy", "opacus", "jax")
-WARM_UP = 5  # turns that are not counted: more is checked in passes 1, 2, 3, 5, 9, 17, ...
+WARM_UP = 5  # turns or steps that are not counted: more is checked in passes 1, 2, 3, 5, 9, 17, ...
 MEASURED = "measured step"
 
 
@@ -228,9 +228,9 @@ def _answer(pipe: Connection, turns: Iterator[Turn | str]) -> None:
 
 
 def warmed_up(contender: Contender) -> Sequence[Phase]:
-    """Its phases after three steps, in which a model and its batches may be checked and buffers appear."""
+    """Its phases after some steps, in which a model and its batches may be checked and buffers appear."""
     phases = contender()
-    for _ in range(3):
+    for _ in range(WARM_UP):
         for phase in phases:
             phase()
     return phases

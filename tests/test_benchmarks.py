@@ -1,5 +1,4 @@
-"""Every benchmark at its smallest size: that it runs, that nothing of ours fails, and that the harness measures what
-it says."""
+"""Every benchmark at its smallest size runs, nothing of ours fails, and the harness measures what it says."""
 
 import gzip
 import json
@@ -26,6 +25,7 @@ SMALLEST = {
     "trainer": [*TINY, "--tokens", "8", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "bert"],
     "trl": [*TINY, "--tokens", "8", "--shortest", "4", "--physical", "2", "--logical", "4", "--steps", "3", "--models", "llama-lora"],
     "apart": ["--models", "cohere", "--width", "128", "--layers", "1", "--tokens", "8", "--batch", "2"],
+    "quantised": ["--bases", "float32", "--width", "64", "--layers", "1", "--tokens", "8", "--batch", "2"],
     "layers": ["--layers", "linear", "embedding", "--batch-sizes", "4", "--memory"],
     "end_to_end": ["--networks", "mnist-cnn", "imdb-embedding", "--batch-sizes", "4"],
     "precision": ["--random", "--steps", "2", "--tunings", "lora"],
@@ -35,7 +35,7 @@ SMALLEST = {
 }  # fmt: skip
 OURS = (
     "plain", "auto", "book_keeping", "ghost", "per_layer", "apart", "re-run", "Trainer", "DPTrainer auto", "TRL", "private auto", "fp32", "mixed",
-    "bf16 body",
+    "bf16 body", "private", "with a memory budget",
 )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ _NEIGHBOURS = {
 
 _WHY = {  # "auto" takes a mode
     "book_keeping": "auto: one backward pass, and no example's gradient is formed",
-    "ghost": "auto: activations are checkpointed, and other modes would keep them",
+    "ghost": "auto: activations are checkpointed; memory_budget='auto' saves one of two backward passes if it can",
 }
 
 
