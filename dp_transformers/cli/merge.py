@@ -8,11 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-STATEMENTS = (
-    "privacy.json",
-    "privacy.json.sig",
-    "privacy_ledger.jsonl",
-)  # merging costs no privacy
+STATEMENTS = ("privacy.json", "privacy.json.sig", "privacy_ledger.jsonl")  # merging costs no privacy
 
 
 def merge(

@@ -87,6 +87,7 @@ class HookedModel:
             gathers: The model has hooks of its own that gather parameters, and must not be run inside those.
         """
         self._remove_handles()
+        keep_unpacked(self.model)
         self._owners, self._gathers, self._configs = owners, gathers, configurations(self.model)
         handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
         for owner in owners:
@@ -103,7 +104,7 @@ class HookedModel:
                 handles.append(owner.module.register_forward_pre_hook(partial(self._keep_random_state, owner)))
             if owner.runs_by_example:
                 vars(owner.module)["forward"] = ForwardByExample(owner, self._forward)
-        frozen = [m for m in self.model.modules() if is_frozen_batch_norm(m) or hasattr(m, _REPACKS)]
+        frozen = [m for m in self.model.modules() if is_frozen_batch_norm(m)]
         handles += [m.register_forward_pre_hook(_fix) for m in frozen]
         handles += [p.register_post_accumulate_grad_hook(self._after_gradient) for p in parameters]
         taps = {owner.module: partial(self._after_call, owner) for owner in owners if owner.rule.tapped_inside}
@@ -269,8 +270,25 @@ def _held(module: nn.Module, name: str, default: nn.Parameter | None) -> Any:
     return module._parameters.get(last, default)
 
 
-# 4-bit layers of bitsandbytes, which on some CPUs turn their weights in evaluation into a form without a backward pass
-_REPACKS = "support_avx512bf16_for_cpu"
+_PACKS = "support_avx512bf16_for_cpu"  # of a layer of bitsandbytes
+
+
+def keep_unpacked(model: nn.Module) -> None:
+    """Keep 4-bit layers of bitsandbytes from packing their weights anew, as they do on some CPUs when they evaluate:
+    what is packed has no backward pass, and less precision. They stay as they are after the training, too.
+
+    Raises:
+        ValueError: a layer is packed already.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, _PACKS):
+            setattr(module, _PACKS, False)
+            state = getattr(getattr(module, "weight", None), "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"no gradient goes back through '{name}': bitsandbytes packed its weights when the model evaluated"
+                    " or generated. Load the model anew, and make it private before it evaluates."
+                )
 
 
 def is_frozen_batch_norm(module: nn.Module) -> bool:
@@ -282,7 +300,7 @@ def is_frozen_batch_norm(module: nn.Module) -> bool:
 
 def _fix(frozen: nn.Module, args: tuple) -> None:
     """Hold a frozen layer in the mode in which it keeps what it has."""
-    frozen.training = hasattr(frozen, _REPACKS)
+    frozen.training = False
 
 
 def refuse_attached(model: nn.Module) -> None:

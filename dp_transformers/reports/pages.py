@@ -28,14 +28,8 @@ if TYPE_CHECKING:
 PAGE_NAME = "privacy_report.html"
 _BLUE, _GREY = "#1f5f8b", "#9aa5b1"
 _PICTURES = {
-    "epsilon_over_steps": (
-        "privacy_epsilon.png",
-        "ε spent over the steps of all trainings together.",
-    ),
-    "detection": (
-        "privacy_detection.png",
-        "Largest rate of detection, by the accountant's privacy curve.",
-    ),
+    "epsilon_over_steps": ("privacy_epsilon.png", "ε spent over the steps of all trainings together."),
+    "detection": ("privacy_detection.png", "Largest rate of detection, by the accountant's privacy curve."),
 }
 
 

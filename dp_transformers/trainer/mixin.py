@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..auditing.canaries import AuditConfig, CanaryAudit
 from ..checks.validation import refuse_repeated_rows, validate_lengths, validate_model, validate_training_data
+from ..clipping.hooks import keep_unpacked
 from ..clipping.parallel.dtensor import full_tensors, is_dtensor
 from ..clipping.parallel.fsdp2 import reshard
 from ..data.stored_rows import have_rows_in_common
@@ -166,6 +167,7 @@ class DPTrainerMixin(Base):
             type(self), DPTrainerMixin, "compute_loss"
         )
         if train_dataset is not None:
+            keep_unpacked(self.model)  # it may evaluate before it trains
             # a base class may have made other rows of it
             self.audit = None if audit is None else CanaryAudit(audit, self)  # leaves some of the canaries out
             made: Any = self.train_dataset

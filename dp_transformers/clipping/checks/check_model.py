@@ -29,11 +29,7 @@ class CheckReport:
 
 
 def check_model(
-    model: nn.Module,
-    batch: Any,
-    *,
-    mode: str = "auto",
-    loss_function: LossFunction | None = None,
+    model: nn.Module, batch: Any, *, mode: str = "auto", loss_function: LossFunction | None = None
 ) -> CheckReport:
     """Check on your own (public) batch that clipping is exact for ``model``.
 

@@ -255,13 +255,14 @@ class Quantised(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randint(0, 16, (16, 16), dtype=torch.uint8), requires_grad=False)
-        self.support_avx512bf16_for_cpu, self.is_packed = True, False
+        self.weight.quant_state = self
+        self.support_avx512bf16_for_cpu, self.packing_format_for_cpu = True, False
 
     def forward(self, x):
-        if not (self.training or x.requires_grad or self.is_packed):
-            self.weight.data, self.is_packed = self.weight.data.flip(0), True
-        weight = (self.weight.flip(0) if self.is_packed else self.weight) / 15 - 0.5
-        return Product.apply(x.detach() if self.is_packed else x, weight)
+        if self.support_avx512bf16_for_cpu and not (self.training or x.requires_grad):
+            self.weight.data, self.packing_format_for_cpu = self.weight.data.flip(0), True
+        weight = (self.weight.flip(0) if self.packing_format_for_cpu else self.weight) / 15 - 0.5
+        return Product.apply(x.detach() if self.packing_format_for_cpu else x, weight)
 
 
 def adapted(model, x):
@@ -271,23 +272,21 @@ def adapted(model, x):
 
 
 def test_adapters_in_bf16_on_a_quantised_base_train(caplog):
-    """Also after an evaluation, in which such a base would be packed."""
+    """Also after an evaluation, in which such a base would be packed; one that is packed already is refused."""
     torch.manual_seed(0)
     base, adapters = ([make(), make()] for make in (Quantised, lambda: nn.Linear(16, 16).bfloat16()))
     model = Calls(adapted, base=nn.ModuleList(base), adapters=nn.ModuleList(adapters))
     x, sums = torch.randn(8, 6, 16), []
-    clipper = PerExampleClipper(model, 0.1)
-    for _ in range(2):
-        clipper.backward(F.cross_entropy(model(x), torch.arange(8) % 3, reduction="none"))
-        sums.append([p.grad.clone() for p in clipper.parameters])
-        model.zero_grad()
-        with torch.no_grad():
-            model.eval()(x)
-        model.train()
+    with PerExampleClipper(model, 0.1) as clipper:
+        for _ in range(2):
+            clipper.backward(F.cross_entropy(model(x), torch.arange(8) % 3, reduction="none"))
+            sums.append([p.grad.clone() for p in clipper.parameters])
+            model.zero_grad()
+            with torch.no_grad():
+                model.eval()(x)
+            model.train()
     assert "could not be checked in float32" in caplog.text
-    assert not any(base.is_packed for base in model.base)
     torch.testing.assert_close(*sums, rtol=0, atol=0)
-    clipper.detach()
-    with torch.no_grad():
-        model.eval()(x)
-    assert all(base.is_packed for base in model.base)
+    model.base[1].packing_format_for_cpu = True
+    with pytest.raises(ValueError, match=r"(?s)through 'base.1'.*anew"):
+        PerExampleClipper(model, 0.1).backward(F.cross_entropy(model(x), torch.arange(8) % 3, reduction="none"))
