@@ -4,7 +4,8 @@
     python -m benchmarks.accuracy --trained head --seeds 45 46 47
 
 *lora* is the text classification recipe with its defaults, run as a command of its own. *head* trains a linear layer
-alone, on the sentence embeddings of the frozen model, with as many examples, draws and steps, so with the same noise.
+alone, on the sentence embeddings of the frozen model, with as many examples and batches of 1,024. The recipe's batch
+follows from its rule, so that its noise multiplier can be another.
 
 The result of a run is one line of the results file. Runs that are in the file are not run again, so a sweep that was
 stopped goes on, and several processes with seeds of their own can share one file. From the file come the table (also
@@ -219,16 +220,17 @@ def groups(rows: Sequence[Row]) -> dict[float, list[Row]]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """One line for every epsilon: median and range over the seeds, and the share of the median without privacy."""
-    lines = [f"| ε | noise multiplier σ | {' | '.join(TRAINED.values())} |", "|---|---|---|---|"]
+    lines = [f"| ε | noise multipliers σ | {' | '.join(TRAINED.values())} |", "|---|---|---|---|"]
     twins = {trained: scores_of(rows, trained, math.inf) for trained in TRAINED}
     for epsilon, runs in groups(rows).items():
-        cells = []
+        sigmas = {row["trained"]: f"{row['noise_multiplier']:.2f}" for row in runs}
+        cells = [", ".join(sigmas[trained] for trained in TRAINED if trained in sigmas)]
         for trained, twin in twins.items():
             scores = scores_of(runs, trained, epsilon)
             share = f"; {share_kept(scores, twin)} kept" if scores and twin and epsilon < math.inf else ""
             cells.append(cell(scores) + share if scores else "not measured")
         name = "∞ (not private)" if epsilon == math.inf else f"{epsilon:g}"
-        lines.append(f"| {name} | {runs[0]['noise_multiplier']:.2f} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
