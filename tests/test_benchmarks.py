@@ -66,6 +66,7 @@ def test_what_noise_keeps(tmp_path):
 def test_every_benchmark_runs_and_reports(name, tmp_path):
     path, rows = run(name, tmp_path, "--no-peers")
     assert not [row for row in rows if row["contender"] in OURS and "failed" in row]
+    assert all(row["worst_error"] < 1e-5 for row in rows if row.get("part") == "exactness")
     assert all(
         row["ratio"] == 1 for row in rows if row["contender"] in ("plain", "Trainer", "TRL", "fp32") and "ratio" in row
     )

@@ -206,9 +206,8 @@ def _table_in_words(plan: Plan, rows: list[dict[str, float | None]]) -> str:
         "",
         "Epsilon where one number is multiplied and the others stay:",
         line("", f"sigma {plan.sigma:.3g}", f"B {plan.batch}", f"epochs {plan.epochs:.3g}"),
+        *(line(f"x {row['factor']:g}", *(epsilon(row[name]) for name in VARIED)) for row in rows),
     ]
-    for row in rows:
-        lines.append(line(f"x {row['factor']:g}", *(epsilon(row[name]) for name in VARIED)))
     return "\n".join(lines)
 
 

@@ -87,6 +87,7 @@ class HookedModel:
             gathers: The model has hooks of its own that gather parameters, and must not be run inside those.
         """
         self._remove_handles()
+        _refuse_packed(self.model)
         keep_unpacked(self.model)
         self._owners, self._gathers, self._configs = owners, gathers, configurations(self.model)
         handles = [self.model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=gathers)]
@@ -273,22 +274,22 @@ def _held(module: nn.Module, name: str, default: nn.Parameter | None) -> Any:
 _PACKS = "support_avx512bf16_for_cpu"  # of a layer of bitsandbytes
 
 
-def keep_unpacked(model: nn.Module) -> None:
-    """Keep 4-bit layers of bitsandbytes from packing their weights anew, as they do on some CPUs when they evaluate:
-    what is packed has no backward pass, and less precision. They stay as they are after the training, too.
-
-    Raises:
-        ValueError: a layer is packed already.
-    """
-    for name, module in model.named_modules():
+def keep_unpacked(model: nn.Module | None) -> None:
+    """Keep 4-bit layers of bitsandbytes from packing their weights, as they do on some CPUs when they evaluate: no
+    gradient goes back through what is packed. They stay as they are after the training, too."""
+    for module in () if model is None else model.modules():
         if hasattr(module, _PACKS):
             setattr(module, _PACKS, False)
-            state = getattr(getattr(module, "weight", None), "quant_state", None)
-            if getattr(state, "packing_format_for_cpu", False):
-                raise ValueError(
-                    f"no gradient goes back through '{name}': bitsandbytes packed its weights when the model evaluated"
-                    " or generated. Load the model anew, and make it private before it evaluates."
-                )
+
+
+def _refuse_packed(model: nn.Module) -> None:
+    """Raise ValueError if a weight was packed, even if it was unpacked again: that does not restore its scales."""
+    for name, module in model.named_modules():
+        if hasattr(getattr(getattr(module, "weight", None), "quant_state", None), "packing_format_for_cpu"):
+            raise ValueError(
+                f"bitsandbytes packed the weights of '{name}' when the model evaluated or generated, and no gradient "
+                "goes back through them. Load the model anew, and make it private before it evaluates."
+            )
 
 
 def is_frozen_batch_norm(module: nn.Module) -> bool:

@@ -151,10 +151,7 @@ def tapped(call: RecordedCall) -> Any:
     """Return the output of the call, behind the tap."""
     owner, forward, outputs = call.owner, call.forward, call.outputs
     # a rule that takes the call may give the gradients of the inputs, so the tap depends on them too
-    if owner.rule.takes_call:
-        saved = list(call.inputs)
-    else:
-        saved = [x.detach() if x.requires_grad else x for x in call.inputs]
+    saved = [x.detach() if x.requires_grad and not owner.rule.takes_call else x for x in call.inputs]
     if owner.may_be_rerun:
         saved += [x.detach() for x in outputs]  # to compare with recomputed outputs, or to compute from
     in_place = not owner.rule.backward_reads_output or _ends_in_arithmetic(call)

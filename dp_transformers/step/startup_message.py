@@ -23,7 +23,7 @@ _NEIGHBOURS = {
 
 _WHY = {  # "auto" takes a mode
     "book_keeping": "auto: one backward pass, and no example's gradient is formed",
-    "ghost": "auto: activations are checkpointed; memory_budget='auto' saves one of two backward passes if it can",
+    "ghost": "auto: activations are checkpointed, and other modes would keep them",
 }
 
 
@@ -47,12 +47,15 @@ def describe(run: PrivateRun, steps: int | None, clipper: PerExampleClipper, *fu
         also.append(f"sampling {sampling!r}, noise {noise!r}")
     if not run.verified:
         also.append("NOT VERIFIED: the self-check is switched off, or was before this run was resumed")
+    why = _WHY[mode] if clipper.asked_mode == "auto" else "as asked for"
+    if mode == "ghost" and clipper.engine.memory is None and not clipper.engine.trainable.parallel:
+        why += "; memory_budget='auto' may save one of two backward passes"
     lines = [
         _protected(run),
         f"to be spent: {_to_be_spent(run)}; expected batch size {step.expected_batch_size} "
         f"(q = {step.sample_rate:.6f})" + (f", steps {steps}" if steps else ""),
         f"model {type(clipper.model).__name__}: {size:,} of {sum(p.numel() for p in clipper.model.parameters()):,} "
-        f"parameters are trained, in mode {mode} ({_WHY[mode] if clipper.asked_mode == 'auto' else 'as asked for'})",
+        f"parameters are trained, in mode {mode} ({why})",
         f"noise multiplier {step.noise_multiplier:.4f}, clipping bound {bound}: noise {noise_norm(run, size):.3g} "
         "beside a signal of at most the bound in each step",
         "; ".join([*also, *further]),

@@ -167,7 +167,6 @@ class DPTrainerMixin(Base):
             type(self), DPTrainerMixin, "compute_loss"
         )
         if train_dataset is not None:
-            keep_unpacked(self.model)  # it may evaluate before it trains
             # a base class may have made other rows of it
             self.audit = None if audit is None else CanaryAudit(audit, self)  # leaves some of the canaries out
             made: Any = self.train_dataset
@@ -202,6 +201,7 @@ class DPTrainerMixin(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         with meshes_on_cpu(self.args, self.model):
+            keep_unpacked(self.model)  # it may evaluate before it trains
             super().create_accelerator_and_postprocess()
         reduce_in_float32(self)
         self.accelerator.register_save_state_pre_hook(_refuse_state_of_accelerate)

@@ -255,14 +255,13 @@ class Quantised(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randint(0, 16, (16, 16), dtype=torch.uint8), requires_grad=False)
-        self.weight.quant_state = self
-        self.support_avx512bf16_for_cpu, self.packing_format_for_cpu = True, False
+        self.weight.quant_state, self.support_avx512bf16_for_cpu = self, True
 
     def forward(self, x):
         if self.support_avx512bf16_for_cpu and not (self.training or x.requires_grad):
             self.weight.data, self.packing_format_for_cpu = self.weight.data.flip(0), True
-        weight = (self.weight.flip(0) if self.packing_format_for_cpu else self.weight) / 15 - 0.5
-        return Product.apply(x.detach() if self.packing_format_for_cpu else x, weight)
+        packed = getattr(self, "packing_format_for_cpu", False)
+        return Product.apply(x.detach() if packed else x, (self.weight.flip(0) if packed else self.weight) / 15 - 0.5)
 
 
 def adapted(model, x):
@@ -287,6 +286,6 @@ def test_adapters_in_bf16_on_a_quantised_base_train(caplog):
             model.train()
     assert "could not be checked in float32" in caplog.text
     torch.testing.assert_close(*sums, rtol=0, atol=0)
-    model.base[1].packing_format_for_cpu = True
-    with pytest.raises(ValueError, match=r"(?s)through 'base.1'.*anew"):
+    model.base[1].packing_format_for_cpu = False  # it was packed, and unpacked again
+    with pytest.raises(ValueError, match=r"(?s)packed the weights of 'base.1'.*anew"):
         PerExampleClipper(model, 0.1).backward(F.cross_entropy(model(x), torch.arange(8) % 3, reduction="none"))
