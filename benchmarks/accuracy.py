@@ -220,7 +220,7 @@ def groups(rows: Sequence[Row]) -> dict[float, list[Row]]:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """One line for every epsilon: median and range over the seeds, and the share of the median without privacy."""
-    lines = [f"| ε | noise multipliers σ | {' | '.join(TRAINED.values())} |", "|---|---|---|---|"]
+    lines = [f"| ε | noise multiplier σ: recipe, head | {' | '.join(TRAINED.values())} |", "|---|---|---|---|"]
     twins = {trained: scores_of(rows, trained, math.inf) for trained in TRAINED}
     for epsilon, runs in groups(rows).items():
         sigmas = {row["trained"]: f"{row['noise_multiplier']:.2f}" for row in runs}
